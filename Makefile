@@ -1,0 +1,48 @@
+# `make help` lists what there is. KIND=cpu or KIND=gpu overrides what the machine has, VENV another environment.
+
+VENV ?= .venv
+KIND ?=
+RUN = $(VENV)/bin/python -m
+
+# The locks are resolved with 3.11, so that one is tried first.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	"$$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: need-python ## make .venv and install the locks (seconds when nothing changed)
+	@$(PYTHON) requirements/install.py $(VENV) $(KIND)
+
+demo: setup ## start a cluster here with a real model, chat with it, show what was cached
+	@$(VENV)/bin/manta demo
+
+test: setup lint ## all tests but the long ones and those that need a GPU, under 30 minutes on two cores
+	@$(RUN) pytest -m "not long and not gpu"
+
+test-fast: setup lint ## tests without an engine, under 2 minutes
+	@$(RUN) pytest tests/unit
+
+test-full: setup lint ## all tests but those that need a GPU
+	@$(RUN) pytest -m "not gpu"
+
+test-gpu: setup ## tests that need a GPU
+	@$(RUN) pytest -m gpu
+
+lint: setup ## style, format and types
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+
+lock: need-python ## resolve requirements/*.lock anew
+	@$(PYTHON) requirements/refresh.py
+
+clean: ## remove .venv and what tools left
+	@rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+need-python:
+	@test -n "$(PYTHON)" || { echo "found no Python 3.11 or newer with venv; install one or say PYTHON=/path/to/python"; exit 1; }

@@ -1,0 +1,1 @@
+"""KV chunks of the whole cluster: their keys, and the messages that say who holds them."""

@@ -1,0 +1,114 @@
+"""`ClusterConfig`: the one object that a Manta deployment is made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cache_store.config import CacheConfig
+from router.config import RouterConfig
+from workers.config import EngineConfig, ModelConfig, PoolConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be used. The message has one line per finding: field, value found, value needed."""
+
+
+class HttpConfig(BaseModel):
+    """Where clients reach the cluster."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+
+
+class RayConfig(BaseModel):
+    """The Ray cluster that `manta up` starts when it is given no address."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    port: int = Field(6399, ge=1, le=65535, description="Port of the control service (GCS).")
+    num_cpus: int | None = Field(None, ge=0, description="CPUs that Ray counts; the machine's where not given.")
+    object_store_mib: int = Field(256, ge=80)
+    dashboard_port: int | None = Field(None, ge=1, le=65535, description="No dashboard where not given.")
+
+
+class ClusterConfig(BaseModel):
+    """One YAML file, one object. Every package defines its own section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("manta", pattern=r"^[a-z][a-z0-9-]{0,62}$", description="Serve application name.")
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    pools: tuple[PoolConfig, ...] = (PoolConfig(),)
+    router: RouterConfig = RouterConfig()
+    cache: CacheConfig = CacheConfig()
+    http: HttpConfig = HttpConfig()
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.engine.kind == "vllm" and not self.model.path:
+            raise ValueError("model.path is empty: the vllm engine needs a model folder, hub id or fetched model")
+        roles = [pool.role for pool in self.pools]
+        if len(set(roles)) != len(roles):
+            raise ValueError(f"pools: roles {roles} repeat; give each role one pool")
+        if not set(roles) & {"unified", "decode"}:
+            raise ValueError(f"pools: roles {roles} can't answer requests; add a unified or decode pool")
+        block = self.block_tokens
+        if block and self.cache.chunk_tokens % block:
+            raise ValueError(
+                f"cache.chunk_tokens is {self.cache.chunk_tokens}; needed: a multiple of the engine's block of {block} tokens"
+            )
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """Name that clients ask for."""
+        return self.model.served_name or "sim"
+
+    @property
+    def block_tokens(self) -> int | None:
+        """Tokens per engine block where the configuration says it; the engine decides where it does not."""
+        if self.engine.kind == "sim":
+            return self.engine.sim.block_tokens
+        given = self.engine.args.get("block-size", self.engine.args.get("block_size"))
+        return int(given) if given is not None else None
+
+    @classmethod
+    def parse(cls, data: Any, source: str = "configuration") -> Self:
+        """Raises ConfigError with one line per finding."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(source, item) for item in error.errors())) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a YAML file. Raises ConfigError when it can't be read, parsed or used."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: can't be read ({error.strerror})") from error
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: found {type(data).__name__}, needed a mapping of sections")
+        return cls.parse(data, str(path))
+
+
+def _explain(source: str, item: Any) -> str:
+    field = ".".join(str(part) for part in item["loc"])
+    found = item.get("input")
+    if item["type"] == "extra_forbidden":
+        return f"{source}: {field}: no such field (found {found!r})"
+    if not field:
+        return f"{source}: {item['msg'].removeprefix('Value error, ')}"
+    return f"{source}: {field}: found {found!r}; needed: {item['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,87 @@
+"""Deploys a configuration to the Ray cluster that this process is connected to."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from cluster.app import build
+from cluster.config import ClusterConfig
+
+_POLL_S = 0.5
+
+
+class DeployError(RuntimeError):
+    """The application did not get ready. The message says what Serve says."""
+
+
+@dataclass(frozen=True)
+class DeployStatus:
+    """How far a deployment is."""
+
+    phase: str
+    """What is going on, in a few words."""
+    replicas_ready: int
+    replicas_wanted: int
+    message: str = ""
+
+
+def endpoint(config: ClusterConfig) -> str:
+    """Where clients reach the cluster from this machine."""
+    host = "127.0.0.1" if config.http.host in ("", "0.0.0.0", "::") else config.http.host
+    return f"http://{host}:{config.http.port}"
+
+
+def deploy(
+    config: ClusterConfig, on_status: Callable[[DeployStatus], None] = lambda _: None, timeout_s: float = 3600.0
+) -> None:
+    """Deploy and wait until the endpoint is ready, or until a pool that starts at zero is in place.
+
+    Deploying again changes what differs. Raises DeployError.
+    """
+    on_status(DeployStatus("starting Ray Serve", 0, 0))
+    serve.start(http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+    target = serve.RunTarget(target=build(config.model_dump(mode="json")), name=config.name, route_prefix="/")
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status = _status(config.name)
+        on_status(status)
+        if status.phase == "RUNNING":
+            starts_at_zero = all(pool.autoscaling and pool.autoscaling.min_replicas == 0 for pool in config.pools)
+            if _answers(endpoint(config) + ("/healthz" if starts_at_zero else "/readyz")):
+                return
+        elif status.phase in ("DEPLOY_FAILED", "UNHEALTHY") and status.message:
+            raise DeployError(status.message)
+        if time.monotonic() > deadline:
+            raise DeployError(f"not ready within {timeout_s:.0f} s: {status.phase} {status.message}")
+        time.sleep(_POLL_S)
+
+
+def _status(name: str) -> DeployStatus:
+    app = serve.status().applications.get(name)
+    if app is None:
+        return DeployStatus("deploying", 0, 0)
+    ready = wanted = 0
+    messages = [app.message] if app.message else []
+    for deployment in app.deployments.values():
+        states = {str(state): count for state, count in deployment.replica_states.items()}
+        ready += states.get("RUNNING", 0)
+        wanted += sum(count for state, count in states.items() if state != "STOPPING")
+        if deployment.message:
+            messages.append(f"{deployment.name}: {deployment.message}" if hasattr(deployment, "name") else deployment.message)
+    return DeployStatus(app.status.value, ready, wanted, "\n".join(messages))
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

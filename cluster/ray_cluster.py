@@ -1,0 +1,168 @@
+"""A Ray head on this machine, reachable from this machine only: started, found again and stopped by process id."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from cluster import processes, state
+from cluster.config import ClusterConfig
+from cluster.processes import MARK, StopReport, identify
+from cluster.state import ClusterState
+
+HOST = "127.0.0.1"
+STARTED_LINE = "Ray runtime started"
+MAX_TEMP_LENGTH = 40
+"""Ray appends up to 65 bytes to its folder for its sockets, and a socket's path ends at 107."""
+
+LOCAL_RAY = {
+    # Without this, Ray replaces 127.0.0.1 by the machine's address and listens on every interface.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # A token left in ~/.ray by another program would turn authentication on for some processes and not for others.
+    "RAY_AUTH_MODE": "disabled",
+    # A node that is stopped here has no other to move its work to.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+SERVE = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # Serve's own limits of seconds restart a proxy on a machine that is busy loading models.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
+}
+
+
+class RayStartError(RuntimeError):
+    """Ray did not start. The message ends with what it wrote."""
+
+
+def use_local_ray() -> None:
+    """Set what the head and every process that connects to it must agree on; what the user has set stays.
+
+    Ray reads these once, on import: call this before anything imports it.
+    """
+    for name, value in (LOCAL_RAY | SERVE).items():
+        os.environ.setdefault(name, value)
+
+
+def start(config: ClusterConfig, config_path: str, endpoint: str, timeout_s: float = 120.0) -> ClusterState:
+    """Start a head in a session of its own, so that a Ctrl-C in this terminal does not reach it; record it.
+
+    Raises RayStartError, with nothing left running.
+    """
+    temp = _temp_folder(config.name)
+    log = temp / "head.log"
+    mark = uuid.uuid4().hex
+    environment = LOCAL_RAY | SERVE | dict(os.environ) | {MARK: mark}
+    environment.pop("RAY_ADDRESS", None)
+    with log.open("wb") as output:
+        head = subprocess.Popen(
+            _command(config, temp),
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, env=environment,
+        )  # fmt: skip
+    started = ClusterState(
+        name=config.name,
+        config=config_path,
+        ray_address=f"{HOST}:{config.ray.port}",
+        endpoint=endpoint,
+        head=identify(head.pid),
+        mark=mark,
+        temp=str(temp),
+    )
+    state.save(started)
+    try:
+        _wait_started(head, log, timeout_s)
+    except BaseException:
+        stop(started)
+        head.wait()
+        raise
+    return started
+
+
+def stop(cluster: ClusterState, grace_s: float = 15.0) -> StopReport:
+    """Stop exactly what `start` started, and forget it once all of it is gone.
+
+    Ray's logs, where they lie beside the state file, stay until the next start.
+    """
+    if cluster.head is None:
+        raise ValueError(f"{cluster.name} runs on a Ray that was not started here")
+    report = processes.stop(cluster.head, cluster.mark, grace_s)
+    if not report.left:
+        state.forget(cluster.name)
+        if Path(cluster.temp).parent != state.state_folder():
+            shutil.rmtree(cluster.temp, ignore_errors=True)
+    return report
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that nothing listens on at this moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _command(config: ClusterConfig, temp: Path) -> list[str]:
+    """Every port is either configured or free: two clusters, or another Ray, on one machine do not meet."""
+    ray = config.ray
+    client, agent, agent_grpc, runtime_env, metrics = free_ports(5)
+    options: dict[str, object] = {
+        "node-ip-address": HOST,
+        "port": ray.port,
+        "temp-dir": temp,
+        "object-store-memory": ray.object_store_mib << 20,
+        "ray-client-server-port": client,
+        "dashboard-agent-listen-port": agent,
+        "dashboard-agent-grpc-port": agent_grpc,
+        "runtime-env-agent-port": runtime_env,
+        "metrics-export-port": metrics,
+        "min-worker-port": 0,
+        "max-worker-port": 0,
+        "include-dashboard": str(ray.dashboard_port is not None).lower(),
+        "log-style": "record",
+        "log-color": "false",
+    }
+    if ray.num_cpus is not None:
+        options["num-cpus"] = ray.num_cpus
+    if ray.dashboard_port is not None:
+        options |= {"dashboard-host": HOST, "dashboard-port": ray.dashboard_port}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    return [*command, *(f"--{name}={value}" for name, value in options.items())]
+
+
+def _temp_folder(name: str) -> Path:
+    """An empty folder for Ray's session: beside the state file, or, where that is too long, in /tmp until the stop."""
+    temp = state.state_folder() / f"ray-{name}"
+    if len(os.fsencode(temp)) > MAX_TEMP_LENGTH:
+        return Path(tempfile.mkdtemp(prefix="manta-", dir="/tmp"))
+    if temp.exists():
+        shutil.rmtree(temp)
+    temp.mkdir(parents=True)
+    return temp
+
+
+def _wait_started(head: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while STARTED_LINE not in (written := log.read_text(encoding="utf-8", errors="replace")):
+        if head.poll() is not None:
+            raise RayStartError(f"Ray ended with code {head.returncode} while starting:\n{_tail(written)}")
+        if time.monotonic() > deadline:
+            raise RayStartError(f"Ray did not start within {timeout_s:.0f} s:\n{_tail(written)}")
+        time.sleep(0.05)
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-15:])

@@ -1,0 +1,1 @@
+"""The ingress: tokenises once, decides which replica serves a request, and relays the bytes."""

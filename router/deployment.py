@@ -1,0 +1,102 @@
+"""The Serve ingress deployment: wires a router's core to Serve and to its HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from router.config import RouterConfig
+from router.core import RouterCore
+from router.http import FORWARDED, RouterApp
+from router.remote_choice import RemoteChoices
+from router.render import Renderer
+from router.shared_core import share
+
+logger = logging.getLogger(__name__)
+
+
+class RouterSpec(BaseModel):
+    """What a router is made from. Any change of it restarts the routers; the rest comes by `reconfigure`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    app: str
+    secret: str
+    models: tuple[str, ...]
+    engine: str
+    """Kind of the engine, whose renderer is used."""
+    model_path: str = ""
+    engine_args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    """Environment of the renderer."""
+    max_model_len: int = 0
+    """Of simulated engines."""
+
+
+@serve.ingress()
+class Router:
+    """Deployment class. `pools` are the handles of the worker deployments."""
+
+    async def __init__(self, spec: dict[str, Any], *pools: DeploymentHandle) -> None:
+        self._spec = RouterSpec.model_validate(spec)
+        self._pools = pools
+        self._waking: asyncio.Task[None] | None = None
+        self._core = RouterCore(RouterConfig(), self._spec.secret, FORWARDED)
+        renderer = _renderer(self._spec)
+        await renderer.start()
+        self._app = RouterApp(
+            self._core, renderer, self._spec.secret, self._spec.models, self._wake, dict(os.environ)
+        )
+        self._remote = RemoteChoices(self._core, renderer)
+        share(self._spec.app, self._core, asyncio.get_running_loop(), self._remote)
+        # The first handle call makes Serve tell this process which replicas there are, and keep telling.
+        await self._wake()
+
+    def __serve_build_asgi_app__(self) -> RouterApp:
+        return self._app
+
+    def reconfigure(self, config: dict[str, Any]) -> None:
+        """Serve's `user_config`: limits, weights, tenants, thresholds. Raises on a value that can't be used."""
+        self._core.configure(RouterConfig.model_validate(config))
+        self._app.configure()
+
+    async def _wake(self) -> None:
+        """Call every pool once in the background: Serve starts a replica for a call that waits for one."""
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._call_pools())
+
+    async def _call_pools(self) -> None:
+        async def call(pool: DeploymentHandle) -> None:
+            try:
+                await asyncio.wait_for(pool.describe.remote(), self._core.config.limits.queue_timeout_s)
+            except Exception as error:
+                logger.info("no replica of %s answered: %s", pool.deployment_name, error or type(error).__name__)
+
+        await asyncio.gather(*(call(pool) for pool in self._pools))
+
+    # Handle calls from other processes; see router.request_router.
+
+    async def choose(self, path: str, body: dict[str, Any], exclude: list[str] | None = None) -> tuple[str, str] | None:
+        """Decide for a handle call. Returns (ticket, replica id), or None when no replica has room."""
+        return await self._remote.choose(path, body, exclude or [])
+
+    async def release(self, ticket: str) -> None:
+        """A handle call has ended."""
+        self._remote.release(ticket)
+
+
+def _renderer(spec: RouterSpec) -> Renderer:
+    if spec.engine == "sim":
+        from router.render_sim import SimRenderer
+
+        return SimRenderer(spec.max_model_len)
+    from router.render_vllm import VllmRenderer
+
+    os.environ.update(spec.env)
+    return VllmRenderer(spec.model_path, spec.engine_args)

@@ -1,0 +1,192 @@
+"""The HTTP layer around an engine's OpenAI application.
+
+Pure ASGI. It checks the cluster's secret on every path, counts open requests, takes the router's token ids off the
+body, holds the answer's head until the first token, so that a router may still retry, and serves the event stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cache_store.events import encode_frame
+from cache_store.stream import Publisher
+from workers.messages import (
+    CACHED_HEADER,
+    EVENTS_PATH,
+    LENGTHS_HEADER,
+    REQUEST_ID_HEADER,
+    SALT_HEADER,
+    SECRET_HEADER,
+    SNAPSHOT_PATH,
+    unpack_prompts,
+)
+from workers.request_record import RequestRecord, current_request
+
+logger = logging.getLogger(__name__)
+
+_MAX_HELD_BYTES = 1024 * 1024
+_EVENTS_BUFFER_BYTES = 64 * 1024 * 1024
+
+
+class ReplicaApp:
+    """ASGI application of one replica."""
+
+    def __init__(self, inner: ASGIApp, publisher: Publisher, secret: str) -> None:
+        self._inner = inner
+        self._publisher = publisher
+        self._secret = secret.encode()
+        self.open_requests = 0
+        """Requests of clients that are being served; event streams do not count."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._inner(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = {name: value for name, value in scope["headers"] if name.startswith(b"x-manta-")}
+        if not hmac.compare_digest(headers.get(SECRET_HEADER.encode(), b""), self._secret):
+            await _plain(send, 401, b'{"error": {"message": "cluster secret missing or wrong", "code": 401}}')
+        elif scope["path"] == EVENTS_PATH:
+            await self._events(receive, send)
+        elif scope["path"] == SNAPSHOT_PATH:
+            messages = (self._publisher.hello, *self._publisher.snapshot())
+            await _plain(send, 200, b"".join(encode_frame(message) for message in messages))
+        else:
+            await self._request(scope, receive, send, headers)
+
+    async def _request(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+        record = RequestRecord(
+            request_id=headers.get(REQUEST_ID_HEADER.encode(), b"").decode("latin-1"),
+            salt=headers.get(SALT_HEADER.encode(), b"").decode("latin-1"),
+        )
+        self.open_requests += 1
+        token = current_request.set(record)
+        try:
+            lengths = headers.get(LENGTHS_HEADER.encode())
+            if lengths is not None:
+                body = await _read_body(receive)
+                if body is None:
+                    return
+                try:
+                    body, record.prompts = unpack_prompts(body, lengths.decode("latin-1"))
+                except ValueError as error:
+                    await _plain(send, 400, f'{{"error": {{"message": "{error}", "code": 400}}}}'.encode())
+                    return
+                scope, receive = _with_body(scope, receive, body)
+            await self._inner(scope, receive, _HeldHead(record, send))
+        finally:
+            current_request.reset(token)
+            self.open_requests -= 1
+
+    async def _events(self, receive: Receive, send: Send) -> None:
+        subscription = self._publisher.subscribe(_EVENTS_BUFFER_BYTES)
+
+        async def forward(frames: AsyncIterator[bytes]) -> None:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"application/octet-stream")],
+            }
+        )
+        await _until_disconnect(forward(subscription.frames()), receive, subscription.close)
+
+
+class _HeldHead:
+    """An ASGI `send` that keeps the head of an answer until the engine has made the first token.
+
+    vLLM sends its 200 before prefill begins. Held back, the head can tell how much was cached, and a router whose
+    replica dies during prefill has seen nothing yet. Answers of other endpoints make no token: they are held until
+    they end or grow large.
+    """
+
+    def __init__(self, record: RequestRecord, send: Send) -> None:
+        self._record = record
+        self._send = send
+        self._held: list[Message] | None = []
+        self._held_bytes = 0
+
+    async def __call__(self, message: Message) -> None:
+        if self._held is None:
+            await self._send(message)
+            return
+        self._held.append(message)
+        if message["type"] == "http.response.start":
+            return
+        self._held_bytes += len(message.get("body", b""))
+        if (
+            self._record.first_output.is_set()
+            or not message.get("more_body")
+            or self._held_bytes > _MAX_HELD_BYTES
+        ):
+            held, self._held = self._held, None
+            if self._record.first_output.is_set():
+                held[0]["headers"] = [
+                    *held[0].get("headers", ()),
+                    (CACHED_HEADER.encode(), self._record.cached_header.encode()),
+                ]
+            for each in held:
+                await self._send(each)
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """The whole body, or None when the client went away first."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Receive]:
+    """The request with another body; what comes after the body (a disconnect) is still received."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    headers.append((b"content-length", str(len(body)).encode()))
+    given = False
+
+    async def receive_body() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return {**scope, "headers": headers}, receive_body
+
+
+async def _until_disconnect(
+    work: Coroutine[None, None, None], receive: Receive, close: Callable[[], None]
+) -> None:
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        close()
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _plain(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,216 @@
+"""`VllmEngine`: a real vLLM engine and its OpenAI server behind the seam."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from cache_store.config import CacheConfig
+from cache_store.keys import EngineIdentity
+from workers.config import EngineConfig, ModelConfig
+from workers.engine import EngineInfo, EngineLoad, EngineUnhealthyError
+from workers.fingerprint import model_id
+from workers.kv_events import KVEventSink
+from workers.vllm.events import EventReader
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """See `workers.engine.Engine`. `cores` pins a CPU engine; GPUs are what the process sees."""
+
+    app: ASGIApp
+    info: EngineInfo
+
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, cache: CacheConfig, cores: tuple[int, ...] = ()
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._cache = cache
+        self._cores = cores
+        self._folder: Path | None = None
+        self._llm: Any = None
+        self._reader: asyncio.Task[None] | None = None
+        self._stats = _LastStats()
+        self._answered_at = time.monotonic()
+        self._probe: asyncio.Task[Any] | None = None
+
+    async def start(self, sink: KVEventSink) -> None:
+        os.environ.update(_environment(self._config, self._cores))
+        self._folder = Path(tempfile.mkdtemp(prefix="manta-engine-"))
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+
+        from workers.vllm.adapters import engine_names, publish_names
+        from workers.vllm.arguments import parse_engine_args
+        from workers.vllm.llm import ObservedLLM
+        from workers.vllm.prompt_adapter import install
+
+        names = engine_names(self._model)
+        args = parse_engine_args(
+            self._model.path, self._model.served_name, self._config.args, self._extra_args(names)
+        )
+        self._llm = ObservedLLM.from_engine_args(
+            AsyncEngineArgs.from_cli_args(args), stat_loggers=[self._stats.factory]
+        )
+        self._llm.observe()
+        install(self._llm.renderer)
+        self._reader = asyncio.create_task(EventReader(*self._endpoints(), sink).run())
+        tasks = await self._llm.get_supported_tasks()
+        app = build_app(args, tasks, self._llm.model_config)
+        await init_app_state(self._llm, app.state, args, tasks)
+        if names:
+            publish_names(app.state.openai_serving_models, names)
+        self.app = app
+        self.info = self._describe(names)
+        self._answered_at = time.monotonic()
+
+    def _endpoints(self) -> tuple[str, str]:
+        return f"ipc://{self._folder}/events", f"ipc://{self._folder}/replay"
+
+    def _extra_args(self, adapters: dict[str, str]) -> list[str]:
+        """What the cluster needs from vLLM, on top of what the configuration asks for."""
+        import json
+
+        endpoint, replay = self._endpoints()
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": endpoint,
+            "replay_endpoint": replay,
+        }
+        extra = ["--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"]
+        if adapters:
+            extra += ["--enable-lora", "--lora-modules"]
+            extra += [f"{engine}={self._model.adapters[name]}" for name, engine in adapters.items()]
+        return extra
+
+    def _describe(self, adapters: dict[str, str]) -> EngineInfo:
+        config = self._llm.vllm_config
+        return EngineInfo(
+            identity=_identity(config, self._model.path, self._cache.chunk_tokens),
+            block_tokens=config.cache_config.block_size,
+            max_model_len=config.model_config.max_model_len,
+            models=(self._model.served_name, *adapters),
+            adapters=adapters,
+        )
+
+    async def check_health(self) -> None:
+        if self._llm is None:
+            raise EngineUnhealthyError("the engine has not started")
+        if self._llm.errored:
+            raise EngineUnhealthyError(f"the engine core is dead: {self._llm.dead_error}")
+        if self._reader is not None and self._reader.done():
+            raise EngineUnhealthyError(f"the KV event reader stopped: {self._reader.exception()!r}")
+        # The core answers between two steps, so an answer means that steps still end.
+        if self._probe is None or self._probe.done():
+            if self._probe is not None and not self._probe.cancelled() and self._probe.exception() is None:
+                self._answered_at = time.monotonic()
+            self._probe = asyncio.create_task(self._ask_core())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._probe), timeout=1.0)
+        silent = time.monotonic() - self._answered_at
+        if silent > self._config.stuck_after_s:
+            raise EngineUnhealthyError(
+                f"the engine core has answered nothing for {silent:.0f} s (limit {self._config.stuck_after_s:.0f} s)"
+            )
+
+    async def _ask_core(self) -> None:
+        await self._llm.is_sleeping()
+        self._answered_at = time.monotonic()
+
+    def load(self) -> EngineLoad:
+        stats = self._stats
+        return EngineLoad(
+            waiting=stats.waiting,
+            running=stats.running,
+            prefill_tokens=self._llm.prefill_backlog,
+            kv_used=stats.kv_used,
+            prefill_rate=self._llm.prefill_rate.rate,
+            decode_rate=self._llm.decode_rate.rate,
+        )
+
+    async def shutdown(self) -> None:
+        for task in (self._reader, self._probe):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _LastStats:
+    """Keeps the scheduler's latest numbers. vLLM makes loggers itself, through `factory`."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.running = 0
+        self.kv_used = 0.0
+
+    def factory(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        keeper = self
+
+        class Logger(StatLoggerBase):
+            def __init__(self) -> None: ...
+
+            def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if scheduler_stats is not None:
+                    keeper.waiting = scheduler_stats.num_waiting_reqs
+                    keeper.running = scheduler_stats.num_running_reqs
+                    keeper.kv_used = scheduler_stats.kv_cache_usage
+
+            def log_engine_initialized(self) -> None: ...
+
+        return Logger()
+
+
+def _environment(config: EngineConfig, cores: tuple[int, ...]) -> dict[str, str]:
+    environment = dict(config.env)
+    if cores and "VLLM_CPU_OMP_THREADS_BIND" not in environment:
+        ranks = int(config.args.get("tensor-parallel-size", config.args.get("tensor_parallel_size", 1)))
+        share = max(1, len(cores) // ranks)
+        groups = [cores[rank * share : (rank + 1) * share] or cores[-1:] for rank in range(ranks)]
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+    return environment
+
+
+def _identity(config: Any, path: str, chunk_tokens: int) -> EngineIdentity:
+    from vllm.platforms import current_platform
+
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    return EngineIdentity(
+        model=model_id(path, revision=model.revision),
+        quantization=str(model.quantization or ""),
+        hf_overrides=model.hf_overrides if isinstance(model.hf_overrides, dict) else {"callable": repr(model.hf_overrides)},
+        kv_scales=str(getattr(cache, "calculate_kv_scales", "")),
+        rope_scaling=getattr(model.hf_text_config, "rope_parameters", None)
+        or getattr(model.hf_text_config, "rope_scaling", None)
+        or {},
+        kv_dtype=dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
+        layers=model.get_num_layers(parallel) * parallel.pipeline_parallel_size,
+        kv_heads=model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        block_tokens=cache.block_size,
+        layout=str(getattr(cache, "kv_cache_layout", None) or "default"),
+        platform=current_platform.device_type,
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        chunk_tokens=chunk_tokens,
+    )

@@ -1,0 +1,69 @@
+"""`ObservedLLM`: vLLM's AsyncLLM with our eyes in it.
+
+The one place where a request's outputs pass on their way from the engine to the OpenAI application: tokens are
+counted here, rates are measured here, and a stream that has to go on elsewhere will be resumed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from workers.rates import RateMeter
+from workers.request_record import current_request
+
+
+class ObservedLLM(AsyncLLM):
+    """Notes the first output of every sequence in the request's record, and measures rates."""
+
+    prefill_rate: RateMeter
+    decode_rate: RateMeter
+    prefill_backlog: int
+    """Prompt tokens of requests that have no output yet."""
+
+    def observe(self) -> None:
+        """Start measuring; called once, before the first request."""
+        self.prefill_rate = RateMeter()
+        self.decode_rate = RateMeter()
+        self.prefill_backlog = 0
+
+    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        backlog = _prompt_tokens(prompt)
+        self.prefill_backlog += backlog
+        first = last = None
+        try:
+            async for output in super().generate(prompt, *args, **kwargs):
+                if first is None:
+                    first = output
+                    self.prefill_backlog -= backlog
+                    backlog = 0
+                    self._note_first(output)
+                last = output
+                yield output
+        finally:
+            self.prefill_backlog -= backlog
+            if last is not None and last.finished:
+                self._note_finished(last)
+
+    def _note_first(self, output: RequestOutput) -> None:
+        prompt_tokens = len(output.prompt_token_ids or ())
+        cached_tokens = output.num_cached_tokens or 0
+        record = current_request.get()
+        if record is not None:
+            record.note_first_output(prompt_tokens, cached_tokens)
+        stats = output.metrics
+        if stats is not None and stats.scheduled_ts and stats.first_token_ts > stats.scheduled_ts:
+            self.prefill_rate.note(prompt_tokens - cached_tokens, stats.first_token_ts - stats.scheduled_ts)
+
+    def _note_finished(self, output: RequestOutput) -> None:
+        stats = output.metrics
+        if stats is not None and stats.num_generation_tokens > 1 and stats.last_token_ts > stats.first_token_ts:
+            self.decode_rate.note(stats.num_generation_tokens - 1, stats.last_token_ts - stats.first_token_ts)
+
+
+def _prompt_tokens(prompt: Any) -> int:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    return len(ids) if ids is not None else 0
