@@ -82,6 +82,11 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     draining: bool = False
     """True when the replica finishes what it has and must get nothing new."""
 
+    @property
+    def requests(self) -> int:
+        """Open at the replica, as far as either its engine or its server knows."""
+        return max(self.waiting + self.running, self.http_requests)
+
 
 Message = Hello | Snapshot | Delta | Load
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from cache_store.events import (
@@ -32,13 +32,22 @@ class Publisher:
     """A holder's side: what its tiers hold, and the numbered changes of it. Belongs to one event loop."""
 
     def __init__(
-        self, *, holder: str, epoch: int, identity: bytes, chunk_tokens: int, tiers: Sequence[Tier]
+        self,
+        *,
+        holder: str,
+        epoch: int,
+        identity: bytes,
+        chunk_tokens: int,
+        tiers: Sequence[Tier],
+        loses: Callable[[], bool] | None = None,
     ) -> None:
-        """`epoch` is random per start of the holder; `tiers` are all that it will ever speak of."""
+        """`epoch` is random per start of the holder; `tiers` are all that it will ever speak of. `loses` is a fault
+        switch: asked before a delta goes out, and where it says so no reader gets that one."""
         self.hello = Hello(PROTOCOL_VERSION, holder, epoch, identity, chunk_tokens)
         self.seq = 0
         """Number of the last delta."""
         self._tiers: dict[Tier, set[ChunkKey]] = {tier: set() for tier in tiers}
+        self._loses = loses
         self._load: Load | None = None
         self._subscriptions: set[Subscription] = set()
 
@@ -73,7 +82,8 @@ class Publisher:
         held.update(new)
         self.seq += 1
         delta = Delta(self.seq, tier, pack_keys(new), pack_keys(gone), cleared)
-        self._publish(delta)
+        if self._loses is None or not self._loses():
+            self._publish(delta)
         return delta
 
     def report(self, load: Load) -> None:

@@ -4,14 +4,22 @@
       - name: manta
         import_path: cluster.app:build
         args: { model: { path: ... }, ... }      # the fields of ClusterConfig
+        deployments:
+          - name: router
+            user_config: { limits: ..., policy: ..., tenants: ... }      # fields of RouterConfig that change live
 
 Arguments of a deployment carry only what must restart it; what may change live goes into the router's `user_config`.
+With `serve deploy` Serve restarts everything when `args` change, and nothing when a `user_config` below it does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pydantic import BaseModel
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -20,9 +28,15 @@ from cluster.config import ClusterConfig
 from cluster.models import resolve_model
 from cluster.secret import cluster_secret
 from router.deployment import Router, RouterSpec
+from router.shared_core import DEPLOYMENT
 from workers.config import PoolConfig
 from workers.placement import place
 from workers.replica import Replica, ReplicaSpec
+
+try:
+    PACKAGE_VERSION = version("manta-serve")
+except PackageNotFoundError:
+    PACKAGE_VERSION = "unpackaged"
 
 _MANY = 1_000_000
 """Serve's own limits are out of the way: the router bounds what it takes in, per replica and in its queue."""
@@ -35,6 +49,7 @@ def build(args: dict[str, Any]) -> Application:
     pools = [_pool(config, pool, secret) for pool in config.pools]
     spec = RouterSpec(
         app=config.name,
+        endpoint=config.endpoint,
         secret=secret,
         models=(config.served_name, *config.model.adapters),
         engine=config.engine.kind,
@@ -43,8 +58,10 @@ def build(args: dict[str, Any]) -> Application:
         env=config.engine.env,
         max_model_len=config.engine.sim.max_model_len,
     )
-    router = serve.deployment(Router).options(
-        name="router",
+    router = _deployment(
+        Router,
+        spec,
+        name=DEPLOYMENT,
         num_replicas=config.router.replicas,
         max_ongoing_requests=_MANY,
         ray_actor_options={"num_cpus": config.router.num_cpus},
@@ -55,6 +72,17 @@ def build(args: dict[str, Any]) -> Application:
     return router.bind(spec.model_dump(mode="json"), *pools)
 
 
+def _deployment(target: type, spec: BaseModel, **options: Any) -> serve.Deployment:
+    """A deployment that Serve restarts when its arguments or this package change, and not otherwise.
+
+    `serve.run` gives every deployment a new version each time, which restarts it, unless it has one of its own. With
+    `serve deploy` Serve makes the version from the application's arguments, and this one is not looked at.
+    """
+    content = json.dumps([PACKAGE_VERSION, target.__qualname__, spec.model_dump(mode="json")], sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return serve.deployment(target).options(**options, version=digest, _internal=True)
+
+
 def resolved(config: ClusterConfig) -> ClusterConfig:
     """With the names of fetched models replaced by their folders."""
     if config.engine.kind == "sim":
@@ -62,7 +90,9 @@ def resolved(config: ClusterConfig) -> ClusterConfig:
     name = config.model.served_name
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update={"path": str(resolve_model(config.model.path)), "name": name})
+            "model": config.model.model_copy(
+                update={"path": str(resolve_model(config.model.path)), "name": name}
+            )
         }
     )
 
@@ -99,10 +129,10 @@ def _pool(config: ClusterConfig, pool: PoolConfig, secret: str) -> Application:
             upscale_delay_s=scaling.upscale_delay_s,
             downscale_delay_s=scaling.downscale_delay_s,
             look_back_period_s=scaling.look_back_s,
-            metrics_interval_s=min(1.0, scaling.look_back_s),
+            metrics_interval_s=min(1.0, scaling.look_back_s / 2),
             policy=AutoscalingPolicy(policy_function="workers.autoscaling:demand_policy"),
         )
-    return serve.deployment(Replica).options(**options).bind(spec.model_dump(mode="json"))
+    return _deployment(Replica, spec, **options).bind(spec.model_dump(mode="json"))
 
 
 def _device(config: ClusterConfig) -> str:

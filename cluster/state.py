@@ -74,7 +74,9 @@ def only(name: str | None) -> ClusterState | None:
     if name is None:
         there = names()
         if len(there) > 1:
-            raise StateError(f"{len(there)} clusters are known here, say which with --name: {', '.join(there)}")
+            raise StateError(
+                f"{len(there)} clusters are known here, say which with --name: {', '.join(there)}"
+            )
         if not there:
             return None
         name = there[0]

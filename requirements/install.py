@@ -104,7 +104,9 @@ class Pip:
         quiet = [] if sys.stdout.isatty() else ["--quiet"]
         done = subprocess.run([*self._command, *quiet, *options], check=False)
         if done.returncode:
-            sys.exit(f"pip install {' '.join(options)} failed, see above; run `make setup` again when that is solved")
+            sys.exit(
+                f"pip install {' '.join(options)} failed, see above; run `make setup` again when that is solved"
+            )
 
     def offers(self, requirement: str) -> bool:
         """Whether the requirement can be had from the configured indexes. Looks, downloads nothing that is large."""

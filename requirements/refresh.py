@@ -76,7 +76,9 @@ class Resolver:
     def _pip(self, options: list[str]) -> subprocess.CompletedProcess[str]:
         command = [self._python, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         report = str(self._scratch / "report.json")
-        return subprocess.run([*command, "--report", report, *options], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [*command, "--report", report, *options], capture_output=True, text=True, check=False
+        )
 
 
 def without(pins: Pins, others: Pins) -> Pins:
@@ -89,7 +91,10 @@ def lines(pins: Pins) -> list[str]:
 
 def write(kind: str, pins: Pins, purpose: str) -> None:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    head = [f"# {purpose[0].upper()}{purpose[1:]}.", f"# Written by requirements/refresh.py with Python {python}."]
+    head = [
+        f"# {purpose[0].upper()}{purpose[1:]}.",
+        f"# Written by requirements/refresh.py with Python {python}.",
+    ]
     path = FOLDER / f"{kind}.lock"
     path.write_text("\n".join([*head, *lines(pins), ""]), encoding="utf-8")
     print(f"{path.name}: {len(pins)} packages")

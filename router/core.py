@@ -23,7 +23,7 @@ from router.policy import Policy, ReplicaView, RouteRequest, policy_from
 from router.render import Rendered
 from workers.messages import ReplicaInfo
 
-_LOG_CAPACITY = 4096
+_LOG_CAPACITY = 1024
 _NO_KEYS: list[list[ChunkKey]] = []
 
 
@@ -157,7 +157,8 @@ class RouterCore:
             found = matches[id(keys)] = [self.index.match(prompt) for prompt in keys]
         chunks = sum(match.leading(replica) for match in found)
         matched = chunks * entry.hello.chunk_tokens if entry.hello is not None else 0
-        return ReplicaView.combine(replica, entry.info.role, matched, self.ledger.load(replica), entry.load)
+        own = self.ledger.load(replica)
+        return ReplicaView.combine(replica, entry.info.role, matched, own, entry.load, entry.own_at_load)
 
     def _indexed_chunks(self) -> int:
         stats = self.index.stats().get("hbm")

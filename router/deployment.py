@@ -14,9 +14,10 @@ from ray.serve.handle import DeploymentHandle
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.http import FORWARDED, RouterApp
+from router.inventory import Inventory
 from router.remote_choice import RemoteChoices
 from router.render import Renderer
-from router.shared_core import share
+from router.shared_core import DEPLOYMENT, share
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ class RouterSpec(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     app: str
+    endpoint: str
+    """Where clients reach the cluster, for `manta status`."""
     secret: str
     models: tuple[str, ...]
     engine: str
@@ -43,15 +46,22 @@ class RouterSpec(BaseModel):
 class Router:
     """Deployment class. `pools` are the handles of the worker deployments."""
 
-    async def __init__(self, spec: dict[str, Any], *pools: DeploymentHandle) -> None:
+    async def __init__(self, spec: dict[str, Any], *pools: DeploymentHandle) -> None:  # type: ignore[misc]
         self._spec = RouterSpec.model_validate(spec)
         self._pools = pools
         self._waking: asyncio.Task[None] | None = None
         self._core = RouterCore(RouterConfig(), self._spec.secret, FORWARDED)
         renderer = _renderer(self._spec)
         await renderer.start()
+        inventory = Inventory(self._core, self._spec.app, DEPLOYMENT, self._spec.endpoint)
         self._app = RouterApp(
-            self._core, renderer, self._spec.secret, self._spec.models, self._wake, dict(os.environ)
+            self._core,
+            renderer,
+            self._spec.secret,
+            self._spec.models,
+            self._wake,
+            inventory.describe,
+            dict(os.environ),
         )
         self._remote = RemoteChoices(self._core, renderer)
         share(self._spec.app, self._core, asyncio.get_running_loop(), self._remote)

@@ -18,7 +18,7 @@ import aiohttp
 from cache_store.events import FrameReader, Hello, Load, Message, ProtocolError
 from cache_store.stream import Apply, Follower, LoadReport, NeedSnapshot, Replace
 from router.index import PrefixIndex
-from router.ledger import Ledger
+from router.ledger import Ledger, OwnLoad
 from workers.messages import EVENTS_PATH, SECRET_HEADER, SNAPSHOT_PATH, ReplicaInfo
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ class ReplicaEntry:
     follower: Follower = field(default_factory=Follower)
     hello: Hello | None = None
     load: Load | None = None
+    own_at_load: OwnLoad = field(default_factory=OwnLoad)
+    """What this router had open there when `load` came."""
     heard_at: float = 0.0
     connected: bool = False
     task: asyncio.Task[None] | None = None
@@ -113,8 +115,10 @@ class Directory:
             entry.task = asyncio.create_task(self._follow(entry, _RECONNECT_FIRST_S))
 
     async def close(self) -> None:
+        tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
         for replica in list(self._entries):
             self._remove(replica)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
@@ -130,23 +134,28 @@ class Directory:
         await asyncio.sleep(after_s)
         pause = _RECONNECT_FIRST_S
         while True:
+            odd = True
             try:
                 await self._read_stream(entry)
+                odd = False
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                odd = False
                 logger.info("event stream of %s: %s", entry.info.id, error or type(error).__name__)
             except ProtocolError as error:
-                logger.warning(
-                    "event stream of %s is not understood and was closed: %s", entry.info.id, error
-                )
-                pause = _RECONNECT_MOST_S
-            pause = _RECONNECT_FIRST_S if entry.connected else min(2 * pause, _RECONNECT_MOST_S)
+                logger.warning("event stream of %s is not understood: %s", entry.info.id, error)
+            except Exception:
+                logger.exception("event stream of %s can't be followed", entry.info.id)
+            # What was odd will be again: it must not be tried 20 times a second.
+            fresh = entry.connected and not odd
+            pause = _RECONNECT_FIRST_S if fresh else min(2 * pause, _RECONNECT_MOST_S)
             self._disconnected(entry)
             await asyncio.sleep(pause)
 
     def _disconnected(self, entry: ReplicaEntry) -> None:
+        # A stream may break before its load report, which is what makes a replica count as connected.
+        self._index.drop(entry.info.id)
         if entry.connected:
             entry.connected = False
-            self._index.drop(entry.info.id)
             self._on_change()
 
     async def _read_stream(self, entry: ReplicaEntry) -> None:
@@ -164,16 +173,27 @@ class Directory:
 
     async def _take(self, entry: ReplicaEntry, message: Message) -> None:
         if isinstance(message, Hello):
+            # Ports are used again: what listens there now may be another replica.
+            if message.holder != entry.info.id:
+                raise ProtocolError(f"{entry.info.address} is {message.holder} now")
             entry.hello = message
         needs_snapshot = self._apply(entry, message)
-        if needs_snapshot:
+        while needs_snapshot:
             entry.snapshots += 1
-            timeout = aiohttp.ClientTimeout(total=_SNAPSHOT_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
-            async with self._get(entry, SNAPSHOT_PATH, timeout) as answer:
-                answer.raise_for_status()
-                for repair in FrameReader().feed(await answer.read()):
-                    if not isinstance(repair, Hello):
-                        self._apply(entry, repair)
+            needs_snapshot = await self._repair(entry)
+
+    async def _repair(self, entry: ReplicaEntry) -> bool:
+        """Take a snapshot because deltas were lost. Returns whether another one is needed."""
+        needs_snapshot = False
+        timeout = aiohttp.ClientTimeout(total=_SNAPSHOT_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
+        async with self._get(entry, SNAPSHOT_PATH, timeout) as answer:
+            answer.raise_for_status()
+            for repair in FrameReader().feed(await answer.read()):
+                if not isinstance(repair, Hello):
+                    needs_snapshot |= self._apply(entry, repair)
+                elif repair != entry.hello:
+                    raise ProtocolError(f"the snapshot is of another life of {repair.holder}")
+        return needs_snapshot
 
     def _apply(self, entry: ReplicaEntry, message: Message) -> bool:
         """Returns whether a snapshot is needed."""
@@ -187,9 +207,14 @@ class Directory:
                 case NeedSnapshot():
                     needs_snapshot = True
                 case LoadReport(load):
-                    first = entry.load is None or not entry.connected
-                    entry.load, entry.connected, entry.heard_at = load, True, self._clock()
-                    if first or load.draining:
+                    before = entry.load if self.state(entry) == "ready" else None
+                    if not load.waiting and not load.prefill_tokens:
+                        # What was decided before the report before this one has reached the replica.
+                        self._ledger.prefilled(holder, entry.own_at_load.last_chosen)
+                    entry.load, entry.own_at_load = load, self._ledger.load(holder)
+                    entry.connected, entry.heard_at = True, self._clock()
+                    # Requests wait for a replica to come, or for one to have fewer of them, be they of other routers.
+                    if before is None or load.draining or load.requests < before.requests:
                         self._on_change()
         return needs_snapshot
 

@@ -114,6 +114,11 @@ def no_replica(reason: str, retry_after_s: float) -> ApiError:
     )
 
 
+def internal(kind: str) -> ApiError:
+    """A fault of ours; `kind` is what a person may look for in the router's log."""
+    return ApiError(500, f"The router failed: {kind}.", "InternalServerError")
+
+
 def upstream_failed(reason: str) -> ApiError:
     """Every replica that was tried failed before its first token."""
     return ApiError(502, f"The replica failed: {reason}.", "BadGatewayError")

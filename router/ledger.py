@@ -52,9 +52,13 @@ class Reservation:
     the replica was forgotten: then they change nothing. As a context manager it releases on leaving.
     """
 
-    __slots__ = ("_account", "_state", "prefill_tokens", "replica", "request_id")
+    __slots__ = ("_account", "_state", "number", "prefill_tokens", "replica", "request_id")
 
-    def __init__(self, account: _Account, replica: str, request_id: str, prefill_tokens: int) -> None:
+    def __init__(
+        self, account: _Account, replica: str, request_id: str, prefill_tokens: int, number: int
+    ) -> None:
+        self.number = number
+        """Counted over all replicas, from 1."""
         self.replica = replica
         self.request_id = request_id
         self.prefill_tokens = prefill_tokens
@@ -110,13 +114,24 @@ class Ledger:
         if prefill_tokens < 0:
             raise ValueError(f"prefill_tokens of {request_id} is {prefill_tokens}; needed: 0 or more")
         account = self._accounts.setdefault(replica, _Account())
-        reservation = Reservation(account, replica, request_id, prefill_tokens)
         self._decisions += 1
+        reservation = Reservation(account, replica, request_id, prefill_tokens, self._decisions)
         account.open.add(reservation)
         account.prefill_tokens += prefill_tokens
         account.prefilling += 1
         account.last_chosen = self._decisions
         return reservation
+
+    def prefilled(self, replica: str, up_to: int) -> None:
+        """The replica has computed the prompts of all reservations up to that number.
+
+        For answers that are not streamed this is the only sign of it before their end.
+        """
+        account = self._accounts.get(replica)
+        if account is not None and account.prefilling:
+            for reservation in account.open:
+                if reservation.number <= up_to:
+                    reservation.first_token()
 
     def load(self, replica: str) -> OwnLoad:
         """What is open at a replica; all zero for one never chosen."""

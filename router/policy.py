@@ -17,6 +17,8 @@ from router.config import PolicyConfig
 from router.ledger import OwnLoad
 from workers.messages import Role
 
+_NOTHING = OwnLoad()
+
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
@@ -47,23 +49,30 @@ class ReplicaView:
     """Number of this router's latest decision for the replica; 0 for never."""
 
     @classmethod
-    def combine(cls, id: str, role: Role, matched_tokens: int, own: OwnLoad, reported: Load | None) -> Self:
-        """The larger of what the router counted itself and of what the replica reports.
+    def combine(
+        cls,
+        id: str,
+        role: Role,
+        matched_tokens: int,
+        own: OwnLoad,
+        reported: Load | None,
+        own_then: OwnLoad = _NOTHING,
+    ) -> Self:
+        """What the router has open there now, and what the replica's last report said of others.
 
-        The report lacks what was decided in the last fraction of a second; the router's own count lacks
-        what other routers sent. Adding them would count most requests twice.
+        `own_then` is what the router had open when that report came: the report counts it too. A report may be
+        a fraction of a second old; what this router has decided or seen finished since is in its own count.
         """
         if reported is None:
             return cls(
                 id, role, matched_tokens, own.prefill_tokens, own.open_requests, last_chosen=own.last_chosen
             )
-        requests = max(reported.waiting + reported.running, reported.http_requests)
         return cls(
             id,
             role,
             matched_tokens,
-            max(own.prefill_tokens, reported.prefill_tokens),
-            max(own.open_requests, requests),
+            own.prefill_tokens + max(0, reported.prefill_tokens - own_then.prefill_tokens),
+            own.open_requests + max(0, reported.requests - own_then.open_requests),
             reported.kv_used,
             reported.draining,
             own.last_chosen,

@@ -37,7 +37,9 @@ class RemoteChoices:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    async def choose(self, path: str, body: dict[str, Any], exclude: Collection[str] = ()) -> tuple[str, str] | None:
+    async def choose(
+        self, path: str, body: dict[str, Any], exclude: Collection[str] = ()
+    ) -> tuple[str, str] | None:
         """Returns (ticket, replica id), or None when no replica has room. Raises ApiError for a bad body."""
         self._expire()
         data = msgspec.json.encode(body)

@@ -74,6 +74,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise errors.bad_request(f"body: {error}", param="body") from error
     if not isinstance(fields, dict):
         raise errors.bad_request(f"body: found {_json_type(fields)}; needed: a JSON object", param="body")
+    if fields.get("kv_transfer_params") is not None:
+        raise _reserved()
     return fields
 
 
@@ -92,6 +94,8 @@ def untouched(body: bytes, reason: str) -> Rendered:
         fields = _peek.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Rendered(None, None, reason)
+    if fields.kv_transfer_params is not None:
+        raise _reserved()
     return Rendered(
         model=fields.model if isinstance(fields.model, str) else None,
         prompts=None,
@@ -105,6 +109,14 @@ class _Peek(msgspec.Struct):
     model: Any = None
     stream: Any = None
     cache_salt: Any = None
+    kv_transfer_params: Any = None
+
+
+def _reserved() -> errors.ApiError:
+    """The field moves KV between engines, past the cluster's accounting and past its tenants."""
+    return errors.bad_request(
+        "kv_transfer_params is for the cluster's own use; needed: a body without it", param="kv_transfer_params"
+    )
 
 
 _peek = msgspec.json.Decoder(_Peek)

@@ -20,6 +20,9 @@ from workers.vllm.arguments import parse_engine_args
 
 logger = logging.getLogger(__name__)
 
+RENDER_THREADS = 2
+"""vLLM's default is one: a prompt of a megabyte takes seconds, and short ones should not wait for it."""
+
 
 class VllmRenderer:
     """See `router.render.Renderer`. `engine_args` are the engine's own, by their long names.
@@ -53,7 +56,7 @@ class VllmRenderer:
             return untouched(body, "unrenderable")
         if any(engine_input["type"] != "token" for engine_input in inputs):
             return untouched(body, "multimodal")
-        prompts = [_token_array(engine_input["prompt_token_ids"]) for engine_input in inputs]
+        prompts = [array("I", engine_input["prompt_token_ids"]) for engine_input in inputs]
         return Rendered(
             model=request.model,
             prompts=prompts,
@@ -161,6 +164,7 @@ def _online_renderer(model_path: str, engine_args: Mapping[str, Any]) -> Any:
     model_config = engine.create_model_config()
     # Kernels of quantised weights are checked against a device, and the router may have none.
     model_config.quantization = None
+    model_config.renderer_num_workers = max(model_config.renderer_num_workers, RENDER_THREADS)
     config = VllmConfig(
         model_config=model_config, structured_outputs_config=engine.create_structured_outputs_config()
     )
@@ -183,10 +187,6 @@ async def _validation_error(details: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def _api_error(error: Any) -> ApiError:
     return ApiError(int(error.code), error.message, error.type, param=error.param)
-
-
-def _token_array(ids: Sequence[int]) -> array[int]:
-    return array("I", ids)
 
 
 def _max_tokens(request: Any) -> int | None:

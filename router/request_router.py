@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 from ray import serve
-from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+from ray.serve._private.constants import RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from router.shared_core import shared
+from router.shared_core import DEPLOYMENT, shared
 from workers.messages import ReplicaInfo
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ ROUTED_METHODS = frozenset({"call", "stream"})
 _CHOICE_TIMEOUT_S = 5.0
 
 
-class MantaRequestRouter(RequestRouter):  # type: ignore[misc]
+class MantaRequestRouter(RequestRouter):
     """Request router of a worker deployment."""
 
     def initialize_state(self, app: str, pool: str) -> None:
@@ -32,6 +33,7 @@ class MantaRequestRouter(RequestRouter):  # type: ignore[misc]
         self._pool = pool
         self._tickets: dict[str, str] = {}
         self._hosts: dict[str, ReplicaID] = {}
+        self._background: set[asyncio.Future[Any]] = set()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -65,8 +67,7 @@ class MantaRequestRouter(RequestRouter):  # type: ignore[misc]
         path, body = _arguments(request)
         local = shared(self._app)
         if local is None:
-            router = serve.get_deployment_handle("router", self._app)
-            found = await router.choose.remote(path, body)
+            found = await self._ask_router("choose", path, body)
         elif local.loop is asyncio.get_running_loop():
             found = await local.choices.choose(path, body)
         else:
@@ -80,6 +81,19 @@ class MantaRequestRouter(RequestRouter):  # type: ignore[misc]
         request.kwargs["replica"] = replica
         return self._hosts.get(replica)
 
+    async def _ask_router(self, method: str, *args: Any) -> Any:
+        """Call the router deployment from a process that is none of its replicas."""
+        if not RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP:
+            handle = serve.get_deployment_handle(DEPLOYMENT, self._app)
+            return await getattr(handle, method).remote(*args)
+
+        def ask() -> Any:
+            handle = serve.get_deployment_handle(DEPLOYMENT, self._app)
+            return getattr(handle, method).remote(*args).result(timeout_s=_CHOICE_TIMEOUT_S)
+
+        # All handles of a process share this loop, and a new handle blocks its caller until the loop has made it.
+        return await asyncio.to_thread(ask)
+
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         super().on_request_completed(replica_id, internal_request_id)
         self._release(self._tickets.pop(internal_request_id, ""))
@@ -89,7 +103,9 @@ class MantaRequestRouter(RequestRouter):  # type: ignore[misc]
             return
         local = shared(self._app)
         if local is None:
-            serve.get_deployment_handle("router", self._app).release.remote(ticket)
+            task = asyncio.ensure_future(self._ask_router("release", ticket))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
         else:
             local.loop.call_soon_threadsafe(local.choices.release, ticket)
 

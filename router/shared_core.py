@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from router.remote_choice import RemoteChoices
 
 
+DEPLOYMENT = "router"
+"""Name of the router's deployment in its Serve application."""
+
+
 class SharedCore(NamedTuple):
     core: RouterCore
     loop: asyncio.AbstractEventLoop

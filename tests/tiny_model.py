@@ -37,7 +37,9 @@ def make_tiny_model(folder: Path, seed: int = 0, max_len: int = 8192) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", _config(max_len))
-    _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD})
+    _write_json(
+        folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    )
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(max_len))
     _tokenizer().save(str(folder / "tokenizer.json"))
     save_file(_weights(np.random.default_rng(seed)), folder / "model.safetensors", metadata={"format": "pt"})

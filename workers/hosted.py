@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cache_store.config import CacheConfig
 from cache_store.events import Load
@@ -23,13 +24,23 @@ _LOAD_SILENCE_S = 1.0
 class HostedReplica:
     """Everything of one replica but its socket. Call order: start, drain, stop."""
 
-    def __init__(self, replica_id: str, role: Role, engine: Engine, cache: CacheConfig, secret: str) -> None:
+    def __init__(
+        self,
+        replica_id: str,
+        role: Role,
+        engine: Engine,
+        cache: CacheConfig,
+        secret: str,
+        loses: Callable[[], bool] | None = None,
+    ) -> None:
+        """`loses`: see `cache_store.stream.Publisher`."""
         self.id = replica_id
         self.role: Role = role
         self.engine = engine
         self.draining = False
         self._cache = cache
         self._secret = secret
+        self._loses = loses
         self._early: list[KVEvent] = []
         self._tracker: ChunkTracker | None = None
         self._reporter: asyncio.Task[None] | None = None
@@ -54,6 +65,7 @@ class HostedReplica:
             identity=identity,
             chunk_tokens=self._cache.chunk_tokens,
             tiers=("hbm",),
+            loses=self._loses,
         )
         self._tracker = ChunkTracker(identity, info.block_tokens, self._cache.chunk_tokens)
         self.app = ReplicaApp(self.engine.app, self.publisher, self._secret)
@@ -106,9 +118,9 @@ class HostedReplica:
         """Take nothing new, wait for open requests. Returns how many were still open when the time was up."""
         self.draining = True
         self.publisher.report(self.load())
-        deadline = time.monotonic() + timeout_s
-        while self.app.open_requests and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.app.idle.wait()
         return self.app.open_requests
 
     async def stop(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 
@@ -42,6 +43,9 @@ class ReplicaApp:
         self._secret = secret.encode()
         self.open_requests = 0
         """Requests of clients that are being served; event streams do not count."""
+        self.idle = asyncio.Event()
+        """Set while there are none."""
+        self.idle.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -52,12 +56,12 @@ class ReplicaApp:
             return
         headers = {name: value for name, value in scope["headers"] if name.startswith(b"x-manta-")}
         if not hmac.compare_digest(headers.get(SECRET_HEADER.encode(), b""), self._secret):
-            await _plain(send, 401, b'{"error": {"message": "cluster secret missing or wrong", "code": 401}}')
+            await _error(send, 401, "AuthenticationError", "The cluster's secret is missing or wrong.")
         elif scope["path"] == EVENTS_PATH:
             await self._events(receive, send)
         elif scope["path"] == SNAPSHOT_PATH:
-            messages = (self._publisher.hello, *self._publisher.snapshot())
-            await _plain(send, 200, b"".join(encode_frame(message) for message in messages))
+            frames = [encode_frame(self._publisher.hello), *map(encode_frame, self._publisher.snapshot())]
+            await _plain(send, 200, b"".join(frames))
         else:
             await self._request(scope, receive, send, headers)
 
@@ -67,6 +71,7 @@ class ReplicaApp:
             salt=headers.get(SALT_HEADER.encode(), b"").decode("latin-1"),
         )
         self.open_requests += 1
+        self.idle.clear()
         token = current_request.set(record)
         try:
             lengths = headers.get(LENGTHS_HEADER.encode())
@@ -77,13 +82,15 @@ class ReplicaApp:
                 try:
                     body, record.prompts = unpack_prompts(body, lengths.decode("latin-1"))
                 except ValueError as error:
-                    await _plain(send, 400, f'{{"error": {{"message": "{error}", "code": 400}}}}'.encode())
+                    await _error(send, 400, "BadRequestError", str(error))
                     return
                 scope, receive = _with_body(scope, receive, body)
             await self._inner(scope, receive, _HeldHead(record, send))
         finally:
             current_request.reset(token)
             self.open_requests -= 1
+            if not self.open_requests:
+                self.idle.set()
 
     async def _events(self, receive: Receive, send: Send) -> None:
         subscription = self._publisher.subscribe(_EVENTS_BUFFER_BYTES)
@@ -184,6 +191,12 @@ async def _until_disconnect(
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _error(send: Send, status: int, kind: str, message: str) -> None:
+    """In OpenAI's shape."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    await _plain(send, status, json.dumps({"error": error}).encode())
 
 
 async def _plain(send: Send, status: int, body: bytes) -> None:

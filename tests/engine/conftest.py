@@ -1,7 +1,7 @@
 """One real vLLM engine with its OpenAI application, in this process, and one renderer without an engine.
 
-They are started once for the whole session with the same arguments, and live on the session's event loop: tests
-that use them carry `asyncio(loop_scope="session")`.
+They are started once for the whole session with the same arguments, and live on the session's event loop:
+tests that use them carry `asyncio(loop_scope="session")`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ def vllm_environment() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(max(os.sched_getaffinity(0))))
         yield
+
+
+@pytest.fixture(scope="session")
+def cores() -> set[int]:
+    """Cores of this process before any of vLLM was started in it."""
+    return os.sched_getaffinity(0)
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +135,9 @@ def _watch_inputs(server: TinyServer) -> None:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def renderer(vllm_environment: None, tiny_model: Path, engine_args: dict[str, Any]) -> VllmRenderer:
+async def renderer(
+    vllm_environment: None, cores: set[int], tiny_model: Path, engine_args: dict[str, Any]
+) -> VllmRenderer:
     renderer = VllmRenderer(str(tiny_model), engine_args)
     await renderer.start()
     return renderer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ from router.render import CHAT_PATH, COMPLETIONS_PATH
 from router.render_vllm import VllmRenderer
 from tests.engine.conftest import CONTEXT, MODEL, TinyServer
 from tests.engine.test_render_vllm import FORMS, IMAGE, PARIS, USER
-from workers.request_record import RequestRecord
+from workers.request_record import RequestRecord, current_request
 from workers.vllm.prompt_adapter import PromptAdapterError, install, set_salt
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
@@ -24,7 +23,7 @@ GREEDY = {"model": MODEL, "max_tokens": 8, "temperature": 0, "return_token_ids":
 
 
 @pytest.fixture
-def tokenizer_calls(server: TinyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def tokenizer_calls(server: TinyServer, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts calls of the tokenizer that turn text or messages into something else."""
     from transformers import PreTrainedTokenizerBase
 
@@ -41,7 +40,7 @@ def tokenizer_calls(server: TinyServer, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     for name in ("__call__", "encode", "apply_chat_template"):
         monkeypatch.setattr(PreTrainedTokenizerBase, name, counted(name))
-    yield calls
+    return calls
 
 
 async def record_for(
@@ -114,17 +113,21 @@ async def test_the_ids_come_from_the_record_and_not_from_the_body(server: TinySe
 
 
 async def test_echo_gives_the_text_back(server: TinyServer, renderer: VllmRenderer) -> None:
-    body = GREEDY | {"prompt": ["one two", "three"], "echo": True}
-    answer = await server.post(COMPLETIONS_PATH, body, await record_for(renderer, COMPLETIONS_PATH, body))
-    assert [
-        choice["text"].startswith(text)
-        for choice, text in zip(answer.json()["choices"], body["prompt"], strict=True)
-    ] == [True, True]
+    texts = ["one two", "three"]
+    body = GREEDY | {"prompt": texts, "echo": True, "return_token_ids": False}
+    plain = await server.post(COMPLETIONS_PATH, body)
+    record = await record_for(renderer, COMPLETIONS_PATH, body)
+    adapted = await server.post(COMPLETIONS_PATH, body, record)
+    assert essence(adapted) == essence(plain)
+    for choice, text in zip(adapted.json()["choices"], texts, strict=True):
+        assert choice["text"].startswith(text)
 
-    chat = GREEDY | {"messages": [USER, PARIS], "echo": True, "add_generation_prompt": False}
-    chat |= {"continue_final_message": True, "return_token_ids": False}
-    plain = await server.post(CHAT_PATH, chat)
-    adapted = await server.post(CHAT_PATH, chat, await record_for(renderer, CHAT_PATH, chat))
+
+async def test_echo_of_a_chat_gives_the_open_message_back(server: TinyServer, renderer: VllmRenderer) -> None:
+    body = GREEDY | {"messages": [USER, PARIS], "echo": True, "return_token_ids": False}
+    body |= {"continue_final_message": True, "add_generation_prompt": False}
+    plain = await server.post(CHAT_PATH, body)
+    adapted = await server.post(CHAT_PATH, body, await record_for(renderer, CHAT_PATH, body))
     assert essence(adapted) == essence(plain)
     assert adapted.json()["choices"][0]["message"]["content"].startswith(PARIS["content"])
 
@@ -172,8 +175,6 @@ async def test_salts_part_the_engines_cache(server: TinyServer) -> None:
 
 
 async def test_a_salt_is_set_on_every_part_of_an_input() -> None:
-    from workers.request_record import current_request
-
     part = {"type": "token", "cache_salt": "client"}
     both = {"type": "enc_dec", "encoder_prompt": dict(part), "decoder_prompt": dict(part)}
     token = current_request.set(RequestRecord("r", salt="tenant"))

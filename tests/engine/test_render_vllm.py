@@ -1,11 +1,10 @@
-"""The router's renderer against vLLM's own server: the same token ids, and the same words for what it refuses."""
+"""The router's renderer against vLLM's own server: the same token ids, the same words for what is refused."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ CHATS = {
     },
     "parts of text": {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]},
     "another role": {"messages": [{"role": "critic", "content": "No."}]},
-    "no content": {"messages": [{"role": "user", "content": None}]},
+    "no content": {"messages": [{"role": "user"}]},
     "tools": {"messages": [USER], "tools": [TOOL]},
     "tools, none of them": {"messages": [USER], "tools": [TOOL], "tool_choice": "none"},
     "tool turns": {
@@ -148,6 +147,7 @@ REFUSED_IN_VLLMS_WORDS = [
     (CHAT_PATH, {"messages": "hi"}),
     (CHAT_PATH, {"messages": [1]}),
     (CHAT_PATH, {"messages": [{"content": "x"}]}),
+    (CHAT_PATH, {"messages": [{"role": "user", "content": None}]}),
     (CHAT_PATH, {"messages": [{"role": "user", "content": 5}]}),
     (CHAT_PATH, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
     (CHAT_PATH, {"messages": [{"role": "assistant", "tool_calls": 5}]}),
@@ -248,10 +248,12 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-fields = st.sampled_from(
-    "model messages prompt role content type text tools tool_calls tool_choice n stream max_tokens cache_salt "
-    "chat_template_kwargs response_format structured_outputs kv_transfer_params stop echo logprobs".split()
-)
+FIELDS = """
+model messages prompt role content type text tools tool_calls tool_choice n stream max_tokens cache_salt stop
+echo chat_template_kwargs response_format structured_outputs kv_transfer_params logprobs suffix
+truncate_prompt_tokens
+"""
+fields = st.sampled_from(FIELDS.split())
 bodies = st.dictionaries(fields, json_values | st.lists(st.dictionaries(fields, json_values)), max_size=5)
 
 
@@ -271,15 +273,15 @@ async def test_any_json_is_rendered_passed_or_refused_with_a_4xx(
     assert all(answer.shareable)
 
 
-async def test_rendering_takes_no_core_away_from_the_process(renderer: VllmRenderer) -> None:
+async def test_the_renderer_leaves_the_process_its_cores(renderer: VllmRenderer, cores: set[int]) -> None:
     await render(renderer, CHAT_PATH, {"messages": [USER]})
-    assert os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid())
+    assert os.sched_getaffinity(0) == cores
 
 
-async def test_the_module_imports_no_vllm() -> None:
+async def test_importing_the_renderer_imports_no_vllm() -> None:
     program = "import sys, router.render_vllm, workers.vllm.arguments; print('vllm' in sys.modules)"
-    root = Path(__file__).parents[2]
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60, check=True
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, cwd=Path(__file__).parents[2], stdout=asyncio.subprocess.PIPE
     )
-    assert loaded.stdout.split() == ["False"]
+    output, _ = await asyncio.wait_for(process.communicate(), timeout=60)
+    assert output.split() == [b"False"]

@@ -116,3 +116,23 @@ class LedgerAgainstList(RuleBasedStateMachine):
 
 LedgerAgainstList.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 test_counters_are_sums_over_open_reservations = LedgerAgainstList.TestCase
+
+
+def test_prompts_that_a_replica_has_computed_weigh_no_more_though_no_token_was_seen() -> None:
+    ledger = Ledger()
+    first, second, later = (ledger.reserve("a", name, 100) for name in ("first", "second", "later"))
+    second.release()
+    elsewhere = ledger.reserve("b", "elsewhere", 100)
+    ledger.prefilled("a", second.number)
+    ledger.prefilled("nobody", 99)
+    assert (ledger.load("a").prefill_tokens, ledger.load("a").open_requests) == (100, 2)
+    assert [each.state for each in (first, second, later, elsewhere)] == [
+        "running",
+        "released",
+        "prefilling",
+        "prefilling",
+    ]
+    first.first_token()
+    first.release()
+    ledger.check_integrity()
+    assert ledger.load("a").open_requests == 1

@@ -306,16 +306,24 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     assert choice.matched_tokens == 1000
 
 
-def test_a_view_takes_the_larger_of_own_and_reported_load() -> None:
+REPORT = Load(
+    waiting=1, running=1, prefill_tokens=2000, kv_used=0.5, prefill_rate=0, decode_rate=0, http_requests=3
+)
+
+
+def test_a_view_adds_to_own_load_what_the_replica_reports_of_others() -> None:
     own = OwnLoad(prefill_tokens=900, prefilling=2, running=3, last_chosen=17)
-    report = Load(
-        waiting=1, running=1, prefill_tokens=2000, kv_used=0.5, prefill_rate=0, decode_rate=0, http_requests=3
-    )
-    view = ReplicaView.combine("a", "decode", 256, own, report)
-    assert view == ReplicaView("a", "decode", 256, 2000, 5, 0.5, False, 17)
+    then = OwnLoad(prefill_tokens=1500, prefilling=1)
+    view = ReplicaView.combine("a", "decode", 256, own, REPORT, then)
+    assert view == ReplicaView("a", "decode", 256, 900 + 500, 5 + 2, 0.5, False, 17)
     assert ReplicaView.combine("a", "decode", 256, own, None).prefill_tokens == 900
-    busy = ReplicaView.combine("a", "decode", 0, OwnLoad(), report)
-    assert busy.open_requests == 3
+
+
+def test_a_request_that_ended_after_the_report_weighs_no_more() -> None:
+    """Else the next turn of a conversation would find its replica busy with the turn before."""
+    then = OwnLoad(prefill_tokens=2000, prefilling=3)
+    assert ReplicaView.combine("a", "decode", 256, OwnLoad(), REPORT, then).open_requests == 0
+    assert ReplicaView.combine("a", "decode", 256, OwnLoad(), REPORT, then).prefill_tokens == 0
 
 
 def test_the_configuration_names_the_policy() -> None:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import pickle
 import socket
-from contextlib import asynccontextmanager
-from functools import partial
 
 import pytest
-import uvicorn
 import uvloop
-from raw_replica import Answer, RawReplica, RawRequest, replies, until
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
+from raw_replica import RawRequest, replies, until
+from relay_stack import Client, stack
 
-from router.client import ClientGone, ClientStalled, ClientStream, ClientWatch
+from router.client import ClientGone, ClientStalled
 from router.config import LimitsConfig
-from router.exchange import Exchange, Tap
 from router.relay import Relay
 from router.upstream import (
     Address,
@@ -43,154 +38,6 @@ def event_loop_policy(request):
 
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-class Ingress:
-    """The least that an ingress does around the relay: read the body, watch the client, answer 502."""
-
-    def __init__(self, address: Address, relay: Relay) -> None:
-        self.address = address
-        self.relay = relay
-        self.tap: Tap | None = None
-        self.exchanges: list[Exchange] = []
-        self.errors: list[Exception] = []
-        self.tasks: list[bool] = []
-        """Per piece of body sent to the client: whether a task ran."""
-        self.watched: list[ClientWatch] = []
-
-    async def __call__(self, scope, receive, send) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body += message["body"]
-            more = message["more_body"]
-
-        async def noting(message) -> None:
-            if message["type"] == "http.response.body":
-                self.tasks.append(asyncio.current_task() is not None)
-            await send(message)
-
-        exchange = self.relay.exchange(scope, body, self.address, tap=self.tap)
-        self.exchanges.append(exchange)
-        with ClientWatch(receive) as watch:
-            self.watched.append(watch)
-            watch.on_gone(exchange.close)
-            try:
-                await exchange.start()
-            except ClientGone as error:
-                self.errors.append(error)
-                return
-            except UpstreamError as error:
-                self.errors.append(error)
-                await send(
-                    {"type": "http.response.start", "status": 502, "headers": [(b"content-length", b"0")]}
-                )
-                await send({"type": "http.response.body"})
-                return
-            try:
-                await exchange.stream(noting, [(b"x-manta-replica", b"r1")])
-            except ClientGone as error:
-                self.errors.append(error)
-            except Exception as error:
-                self.errors.append(error)
-                raise
-
-
-class Stack:
-    """A raw replica, and uvicorn serving an Ingress in front of it."""
-
-    def __init__(self, replica: RawReplica, ingress: Ingress, port: int) -> None:
-        self.replica = replica
-        self.ingress = ingress
-        self.port = port
-
-    @property
-    def exchange(self) -> Exchange:
-        return self.ingress.exchanges[-1]
-
-    @property
-    def request(self) -> RawRequest:
-        return self.replica.requests[-1]
-
-    async def ask(self, method: bytes = b"POST", body: bytes = b"{}") -> Reply:
-        client = await Client.connect(self.port)
-        await client.send(method, body)
-        reply = await client.reply(method)
-        client.close()
-        return reply
-
-
-class Reply:
-    def __init__(self, status: int, headers: dict[bytes, bytes], body: bytes, whole: bool) -> None:
-        self.status = status
-        self.headers = headers
-        self.body = body
-        self.whole = whole
-        """Whether the framing says that nothing is missing."""
-
-
-class Client:
-    """A client that sees framing. `receive_buffer` keeps the kernel from reading ahead for it."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-
-    @classmethod
-    async def connect(cls, port: int, receive_buffer: int = 0) -> Client:
-        sock = socket.socket()
-        if receive_buffer:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
-        return cls(*await asyncio.open_connection(sock=sock, limit=1 << 16))
-
-    async def send(self, method: bytes = b"POST", body: bytes = b"{}") -> None:
-        self.writer.write(
-            b"%s /v1/x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (method, len(body)) + body
-        )
-        await self.writer.drain()
-
-    def close(self) -> None:
-        self.writer.close()
-
-    async def reply(self, method: bytes = b"POST") -> Reply:
-        status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
-        headers = {name.lower(): value for name, _, value in (line.partition(b": ") for line in lines)}
-        body, whole = bytearray(), False
-        try:
-            if method == b"HEAD" or status.split()[1] == b"204":
-                whole = True
-            elif b"content-length" in headers:
-                body += await self.reader.readexactly(int(headers[b"content-length"]))
-                whole = True
-            else:
-                while size := int(await self.reader.readuntil(b"\r\n"), 16):
-                    body += (await self.reader.readexactly(size + 2))[:-2]
-                assert await self.reader.readexactly(2) == b"\r\n"
-                whole = True
-        except asyncio.IncompleteReadError as error:
-            body += error.partial
-        return Reply(int(status.split()[1]), headers, bytes(body), whole)
-
-
-@asynccontextmanager
-async def stack(answer: Answer, *, held_bytes: int = 1 << 20, **limits: float):
-    relay = Relay(LimitsConfig(**limits), held_bytes=held_bytes)
-    async with RawReplica(answer) as replica:
-        ingress = Ingress(replica.address, relay)
-        config = uvicorn.Config(
-            ingress, http="httptools", lifespan="off", log_level="critical", access_log=False
-        )
-        config.load()
-        serve = partial(HttpToolsProtocol, config=config, server_state=ServerState(), app_state={})
-        server = await asyncio.get_running_loop().create_server(serve, "127.0.0.1", 0)
-        try:
-            yield Stack(replica, ingress, server.sockets[0].getsockname()[1])
-            relay.pool.check_integrity()
-        finally:
-            server.close()
-            relay.close()
 
 
 async def test_event_stream_passes_byte_for_byte_without_a_task_per_piece():
@@ -230,6 +77,7 @@ async def test_json_error_keeps_status_length_and_type():
         assert (reply.status, reply.body, reply.whole) == (422, b"{}", True)
         assert reply.headers[b"content-length"] == b"2"
         assert reply.headers[b"content-type"] == b"application/json"
+        assert s.ingress.tasks == [True], "a whole answer and its end are one piece"
 
 
 async def test_response_that_comes_byte_by_byte_is_the_same():
@@ -626,7 +474,15 @@ async def test_stale_connections_successor_has_the_same_time_limit():
         assert type(s.ingress.errors[0]) is UpstreamTimeout
 
 
-@pytest.mark.parametrize("first", [SSE + chunk(EVENT), JSON + b"content-length: 10\r\n\r\n12345"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        SSE + chunk(EVENT),
+        JSON + b"content-length: 10\r\n\r\n",
+        JSON + b"content-length: 10\r\n\r\n12345",
+    ],
+    ids=["stream", "sized, head only", "sized"],
+)
 async def test_replica_that_falls_silent_inside_its_answer_times_out(first):
     async def answer(request: RawRequest) -> None:
         await request.write(first)
@@ -686,104 +542,6 @@ async def test_many_at_once_each_get_their_own_answer():
         got = await asyncio.gather(*(s.ask(body=body) for body in bodies))
         assert [reply.body for reply in got] == [body * 20 for body in bodies]
         assert all(reply.whole for reply in got)
-
-
-class GatedSend:
-    """An ASGI `send` that suspends until `gate` is resolved, twice over."""
-
-    def __init__(self) -> None:
-        self.gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.sent: list[bytes] = []
-        self.cancelled = False
-
-    async def __call__(self, message) -> None:
-        try:
-            await asyncio.shield(self.gate)
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self.cancelled = True
-            raise
-        self.sent.append(message["body"])
-
-
-async def push_from_callback(client: ClientStream, piece: bytes) -> bool:
-    pushed = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_soon(lambda: pushed.set_result(client.push(piece)))
-    return await pushed
-
-
-async def test_piece_pushed_at_a_slow_client_is_finished_by_a_task():
-    send = GatedSend()
-    client = ClientStream(send, 20)
-    assert await push_from_callback(client, b"one") is False
-    finishing = asyncio.ensure_future(client.finish())
-    await asyncio.sleep(0)
-    assert not send.sent
-    send.gate.set_result(None)
-    await finishing
-    assert send.sent == [b"one"]
-    await client.finish()
-    assert send.sent == [b"one"]
-
-
-async def test_error_that_a_suspended_send_waits_for_reaches_it():
-    send = GatedSend()
-    client = ClientStream(send, 20)
-    assert await push_from_callback(client, b"one") is False
-    send.gate.set_exception(ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
-        await client.finish()
-    assert not send.sent
-
-
-async def test_suspended_send_sees_the_stall_and_the_cancellation_of_its_task():
-    for stall_s, kind in ((0.01, ClientStalled), (20, asyncio.CancelledError)):
-        send = GatedSend()
-        client = ClientStream(send, stall_s)
-        assert await push_from_callback(client, b"one") is False
-        finishing = asyncio.ensure_future(client.finish())
-        await asyncio.sleep(0)
-        if kind is asyncio.CancelledError:
-            finishing.cancel()
-        with pytest.raises(kind):
-            await finishing
-        assert send.cancelled
-
-
-async def test_client_watch_ends_a_wait_in_a_queue():
-    gone = asyncio.Event()
-
-    async def receive():
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    with ClientWatch(receive) as watch:
-        assert await watch.unless_gone(asyncio.sleep(0, "a place")) == "a place"
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = asyncio.ensure_future(watch.unless_gone(place))
-        await asyncio.sleep(0)
-        gone.set()
-        with pytest.raises(ClientGone):
-            await waiting
-        assert place.cancelled()
-        with pytest.raises(ClientGone):
-            await watch.unless_gone(asyncio.Event().wait())
-        called: list[int] = []
-        watch.on_gone(partial(called.append, 1))
-        assert called == [1]
-
-
-async def test_client_watch_lets_a_cancellation_through():
-    async def receive():
-        await asyncio.Event().wait()
-
-    with ClientWatch(receive) as watch:
-        waiting = asyncio.ensure_future(watch.unless_gone(asyncio.Event().wait()))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert not watch.gone
 
 
 def test_relay_can_be_pickled_before_its_first_exchange():

@@ -182,10 +182,11 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-fields = st.sampled_from(
-    "model messages prompt role content type text tools tool_calls n stream max_tokens cache_salt image_url "
-    "prompt_embeds continue_final_message".split()
-)
+FIELDS = """
+model messages prompt role content type text tools tool_calls n stream max_tokens cache_salt image_url
+prompt_embeds continue_final_message
+"""
+fields = st.sampled_from(FIELDS.split())
 bodies = st.recursive(
     json_values,
     lambda inner: st.dictionaries(fields, inner, max_size=6) | st.lists(inner, max_size=3),

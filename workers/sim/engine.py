@@ -104,7 +104,14 @@ class SimEngine:
         now = self._clock()
         streams = [
             Stream(
-                Content(array("I", prompt.tokens), salt, adapter, prompt.shareable, prompt.media),
+                # What is said after a prompt without media is as shareable as the prompt.
+                Content(
+                    array("I", prompt.tokens),
+                    salt,
+                    adapter,
+                    prompt.shareable if prompt.media else None,
+                    prompt.media,
+                ),
                 self._within_context(choice, len(prompt.tokens)),
                 now,
             )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shutil
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,7 @@ class VllmEngine:
         if names:
             publish_names(app.state.openai_serving_models, names)
         self.app = app
-        self.info = self._describe(names)
+        self.info = await asyncio.to_thread(self._describe, names)
         self._answered_at = time.monotonic()
 
     def _endpoints(self) -> tuple[str, str]:
@@ -81,8 +83,6 @@ class VllmEngine:
 
     def _extra_args(self, adapters: dict[str, str]) -> list[str]:
         """What the cluster needs from vLLM, on top of what the configuration asks for."""
-        import json
-
         endpoint, replay = self._endpoints()
         events = {
             "enable_kv_cache_events": True,
@@ -195,11 +195,16 @@ def _identity(config: Any, path: str, chunk_tokens: int) -> EngineIdentity:
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     dtype = str(model.dtype).removeprefix("torch.")
+    overrides = model.hf_overrides
+    if not isinstance(overrides, dict):
+        overrides = {"function": f"{overrides.__module__}.{overrides.__qualname__}"}
+    # Scales that an engine measures on its own first requests are like no other engine's.
+    scales = uuid.uuid4().hex if getattr(cache, "calculate_kv_scales", False) else ""
     return EngineIdentity(
         model=model_id(path, revision=model.revision),
         quantization=str(model.quantization or ""),
-        hf_overrides=model.hf_overrides if isinstance(model.hf_overrides, dict) else {"callable": repr(model.hf_overrides)},
-        kv_scales=str(getattr(cache, "calculate_kv_scales", "")),
+        hf_overrides=overrides,
+        kv_scales=scales,
         rope_scaling=getattr(model.hf_text_config, "rope_parameters", None)
         or getattr(model.hf_text_config, "rope_scaling", None)
         or {},

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from workers.rates import RateMeter
 from workers.request_record import current_request
+from workers.vllm.prompt_adapter import set_salt
 
 
 class ObservedLLM(AsyncLLM):
@@ -31,6 +32,7 @@ class ObservedLLM(AsyncLLM):
         self.prefill_backlog = 0
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        set_salt(prompt)
         backlog = _prompt_tokens(prompt)
         self.prefill_backlog += backlog
         first = last = None
@@ -47,6 +49,11 @@ class ObservedLLM(AsyncLLM):
             self.prefill_backlog -= backlog
             if last is not None and last.finished:
                 self._note_finished(last)
+
+    async def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        set_salt(prompt)
+        async for output in super().encode(prompt, *args, **kwargs):
+            yield output
 
     def _note_first(self, output: RequestOutput) -> None:
         prompt_tokens = len(output.prompt_token_ids or ())

@@ -49,7 +49,7 @@ def install(renderer: Any) -> PromptAdapter:
 def set_salt(engine_input: Any) -> None:
     """Give an engine's input the salt of the current request's record, and no salt where the record has none.
 
-    vLLM makes some inputs past its renderer (beam search, scoring, ids in `kv_transfer_params`), so the entry
+    vLLM makes some inputs past its renderer (ids in `kv_transfer_params`, gpt-oss, scoring), so the entry
     of the engine has to call this too. Does nothing outside of a request, and to an input that is no mapping.
     """
     record = current_request.get()

