@@ -259,7 +259,7 @@ async def start_node(replica: str, sim: SimConfig) -> Node:
     return Node(hosted, engine, server, hosted.describe("this-node", server.addresses[0]), make)
 
 
-FAST = {
+FAST: dict[str, Any] = {
     "prefill_tokens_per_s": 1e6,
     "prefill_overhead_s": 0.0,
     "decode_tokens_per_s": 2000.0,
@@ -305,7 +305,7 @@ def chat(text: str, **options: Any) -> dict[str, Any]:
 
 
 def prompt(text: str | list[int], **options: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": text, "max_tokens": 8, **options}
+    return {"model": MODEL, "prompt": text, "max_tokens": 8} | options
 
 
 def words(tokens: int, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.integration.in_process import (
     Cluster,
     cached_header,
     chat,
+    prompt,
     running,
     until,
     words,
@@ -113,11 +115,11 @@ async def test_every_form_of_prompt_is_tokenised_and_answered(
 
 
 async def test_x_manta_cached_tells_the_truth(cluster: Cluster) -> None:
-    prompt = words(500, "true")
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+    text = words(500, "true")
+    body = prompt(text)
     first = await cluster.http.post("/v1/completions", json=body)
     await until(lambda: cluster.router.knows(cluster.nodes))
-    again = await cluster.http.post("/v1/completions", json={**body, "prompt": prompt + "more" * 100})
+    again = await cluster.http.post("/v1/completions", json=prompt(text + "more" * 100))
     assert again.headers["x-manta-replica"] == first.headers["x-manta-replica"]
     for answer, tokens, cached in ((first, 500, 0), (again, 600, 496)):
         assert cached_header(answer) == {"hbm": cached, "computed": tokens - cached}
@@ -147,8 +149,8 @@ async def test_nothing_behind_an_image_is_keyed(cluster: Cluster) -> None:
 
 
 async def test_a_body_of_a_mebibyte_is_routed(cluster: Cluster) -> None:
-    prompt = words(60_000, "long")
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "user": "x" * ((1 << 20) - len(prompt))}
+    text = words(60_000, "long")
+    body = prompt(text, user="x" * ((1 << 20) - len(text)))
     answer = await cluster.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert cached_header(answer)["computed"] == 60_000
@@ -167,9 +169,8 @@ async def test_paths_that_are_not_rendered_are_forwarded_as_they_are(cluster: Cl
 
 
 async def test_an_adapter_is_asked_for_by_its_public_name_and_has_keys_of_its_own(cluster: Cluster) -> None:
-    prompt = words(200, "law")
     answers = [
-        await cluster.http.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": 2})
+        await cluster.http.post("/v1/completions", json=prompt(words(200, "law"), model=model))
         for model in (MODEL, "law")
     ]
     assert [answer.json()["model"] for answer in answers] == [MODEL, "law"]
@@ -199,3 +200,18 @@ async def test_a_conversation_returns_to_its_replica_and_finds_what_was_said() -
             assert 0 == cached[0] < 200 < cached[1] < cached[2] < cached[3]
         matched = [d.choice.matched_tokens for d in cluster.core.log if d.choice]
         assert all(later > 300 for later in matched[1::4])
+
+
+async def test_the_next_turn_does_not_find_its_replica_busy_with_the_turn_before(cluster: Cluster) -> None:
+    """Its last load report may still tell of that one."""
+    body = prompt(words(5 * CHUNK_TOKENS, "turn"), max_tokens=1000)
+    first = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
+    await until(lambda: any(entry.load and entry.load.requests for entry in cluster.core.directory))
+    for node in cluster.nodes:
+        await node.silence()
+    replica = (await first).headers["x-manta-replica"]
+    await until(lambda: cluster.core.index.held(replica, "hbm") == cluster.node(replica).engine.chunks())
+    assert {entry.load.requests for entry in cluster.core.directory if entry.load} == {0, 1}
+    for _ in range(3):
+        answer = await cluster.http.post("/v1/completions", json=body | {"max_tokens": 1})
+        assert answer.headers["x-manta-replica"] == replica

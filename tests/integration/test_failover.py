@@ -39,6 +39,16 @@ async def test_a_request_outlives_its_replica_if_it_had_no_token_yet(cluster: Cl
     assert [d.measured.status for d in cluster.core.log if d.measured] == [502, 200]
 
 
+async def test_a_client_that_leaves_after_a_failure_is_not_logged_as_another_failure() -> None:
+    async with running(2, prefill_overhead_s=600.0) as cluster:
+        asking, victim = await struck(cluster, "hang", stream=True)
+        await victim.kill()
+        await until(lambda: any(node.busy for node in cluster.nodes))
+        asking.cancel()
+        await until(cluster.at_rest)
+        assert [d.measured.status for d in cluster.core.log if d.measured] == [502, 499]
+
+
 @streamed_or_whole
 @pytest.mark.parametrize("fault", ["die_before_token", "refuse"])
 async def test_the_head_tells_who_answered_after_a_failure(fault: str, stream: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import httpx
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from tests.integration.in_process import Cluster, chat, running, until
 
 CHAT = "/v1/chat/completions"
-SLOW_PREFILL = {"prefill_overhead_s": 600.0}
-SLOW_DECODE = {"decode_tokens_per_s": 0.5}
-ONE_PLACE = {"max_requests_per_replica": 1}
+SLOW_PREFILL: dict[str, Any] = {"prefill_overhead_s": 600.0}
+SLOW_DECODE: dict[str, Any] = {"decode_tokens_per_s": 0.5}
+ONE_PLACE: dict[str, Any] = {"max_requests_per_replica": 1}
 
 
 async def ask(cluster: Cluster, stream: bool = True, max_tokens: int = 5000) -> httpx.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import openai
@@ -13,8 +14,8 @@ import router.http
 from tests.integration.in_process import Cluster, chat, running, until
 
 CHAT = "/v1/chat/completions"
-ONE_PLACE = {"max_requests_per_replica": 1}
-SLOW = {"decode_tokens_per_s": 0.5}
+ONE_PLACE: dict[str, Any] = {"max_requests_per_replica": 1}
+SLOW: dict[str, Any] = {"decode_tokens_per_s": 0.5}
 
 
 def ask(cluster: Cluster, max_tokens: int = 8) -> asyncio.Task[httpx.Response]:

@@ -7,10 +7,15 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
-from cache_store.events import FrameReader, Hello, Load, Message, Snapshot
-from tests.integration.in_process import MODEL, SECRET, Cluster, chat, running, until
+from cache_store import events
+from cache_store.events import FrameReader, Hello, Load, Snapshot
+from tests.integration.in_process import MODEL, SECRET, Cluster, chat, until
+from workers.http import ReplicaApp
 from workers.messages import EVENTS_PATH, LENGTHS_HEADER, SECRET_HEADER, SNAPSHOT_PATH
+from workers.request_record import current_request
+from workers.server import AppServer, bound_socket
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ async def replica(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 async def test_every_path_is_closed_without_the_secret(cluster: Cluster, method: str, path: str) -> None:
     async with httpx.AsyncClient(base_url=cluster.nodes[0].url) as http:
         for secret in (None, b"", b"wrong", SECRET.encode() + b"x", b"\xff"):
-            headers = {} if secret is None else {SECRET_HEADER: secret}
+            headers = {} if secret is None else {SECRET_HEADER.encode(): secret}
             answer = await http.request(method, path, headers=headers)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == 401
@@ -49,25 +54,54 @@ async def test_every_path_is_closed_without_the_secret(cluster: Cluster, method:
     "lengths", ["", "x", '"', "-1", "1,", "1000000", "99999999999999999999", "1e3", "\xff"]
 )
 async def test_lengths_that_do_not_fit_the_body_are_refused(replica: httpx.AsyncClient, lengths: str) -> None:
-    headers = {LENGTHS_HEADER: lengths.encode("latin-1")}
+    headers = {LENGTHS_HEADER.encode(): lengths.encode("latin-1")}
     answer = await replica.post("/v1/chat/completions", json=chat("a"), headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "BadRequestError"
 
 
-async def test_the_head_of_a_stream_waits_for_the_first_token() -> None:
-    async with running(1, prefill_overhead_s=600.0) as cluster:
-        (node,) = cluster.nodes
-        headers = {SECRET_HEADER: SECRET}
-        async with httpx.AsyncClient(base_url=node.url, headers=headers, timeout=10) as replica:
-            body = chat("a", stream=True)
-            asking = asyncio.create_task(replica.post("/v1/chat/completions", json=body))
-            await until(lambda: node.engine.load().running)
-            assert node.hosted.app.open_requests == 1
-            # The engine's own head is there already; what is known of the client is that it has none.
-            cycle = [c for c in node.server._server.server_state.connections if c.cycle is not None]
-            assert not any(c.cycle.response_started for c in cycle if c.cycle.scope["method"] == "POST")
-            asking.cancel()
+class EarlyHead:
+    """An engine that, as vLLM does, sends head and role before there is a token."""
+
+    def __init__(self) -> None:
+        self.token = asyncio.Event()
+        self.sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"role ", "more_body": True})
+        self.sent = 2
+        await self.token.wait()
+        record = current_request.get()
+        assert record is not None
+        record.note_first_output(prompt_tokens=10, cached_tokens=4)
+        await send({"type": "http.response.body", "body": b"token ", "more_body": True})
+        await send({"type": "http.response.body", "body": b"end", "more_body": False})
+
+
+async def test_the_head_of_a_stream_waits_for_the_first_token_and_tells_what_was_cached(
+    cluster: Cluster,
+) -> None:
+    inner, sent = EarlyHead(), list[Message]()
+    app = ReplicaApp(inner, cluster.nodes[0].hosted.publisher, SECRET)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/", "method": "POST", "headers": [(b"x-manta-secret", SECRET.encode())]}
+    serving = asyncio.create_task(app(scope, receive, send))
+    await until(lambda: inner.sent == 2)
+    assert sent == []
+    assert app.open_requests == 1
+    inner.token.set()
+    await serving
+    assert sent[0]["headers"] == [(b"x-manta-cached", b"hbm=4,computed=6")]
+    assert b"".join(message["body"] for message in sent[1:]) == b"role token end"
+    assert app.open_requests == 0
+    assert app.idle.is_set()
 
 
 async def test_an_error_has_no_token_to_wait_for(replica: httpx.AsyncClient) -> None:
@@ -79,7 +113,7 @@ async def test_an_error_has_no_token_to_wait_for(replica: httpx.AsyncClient) -> 
 async def test_a_snapshot_and_the_stream_say_the_same(cluster: Cluster, replica: httpx.AsyncClient) -> None:
     await replica.post("/v1/completions", json={"model": MODEL, "prompt": list(range(1000)), "max_tokens": 2})
     snapshot = list(FrameReader().feed((await replica.get(SNAPSHOT_PATH)).content))
-    messages: list[Message] = []
+    messages: list[events.Message] = []
     async with replica.stream("GET", EVENTS_PATH) as stream:
         reader = FrameReader()
         async for data in stream.aiter_bytes():
@@ -91,3 +125,18 @@ async def test_a_snapshot_and_the_stream_say_the_same(cluster: Cluster, replica:
     assert isinstance(snapshot[1], Snapshot)
     assert len(snapshot[1].keys) == 15 * 32
     await until(lambda: cluster.nodes[0].hosted.publisher.subscriptions == 1)
+
+
+async def test_one_server_hosts_several_replicas_each_at_its_own_port(cluster: Cluster) -> None:
+    hosted = [node.hosted for node in cluster.nodes]
+    server = AppServer([each.app for each in hosted], [bound_socket("127.0.0.1") for _ in hosted])
+    await server.start()
+    async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}) as http:
+        for each, address in zip(hosted, server.addresses, strict=True):
+            snapshot = await http.get(f"http://{address}{SNAPSHOT_PATH}")
+            assert next(FrameReader().feed(snapshot.content)) == each.publisher.hello
+        assert not server.stopped
+        await server.stop()
+        assert server.stopped
+        with pytest.raises(httpx.ConnectError):
+            await http.get(f"http://{server.addresses[0]}/health")
