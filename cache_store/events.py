@@ -79,6 +79,8 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     """Measured output tokens per second of one stream; 0 when never measured."""
     http_requests: int = 0
     """Requests open at the replica's own HTTP server."""
+    seq: int = 0
+    """Number of the holder's last delta before this report."""
     draining: bool = False
     """True when the replica finishes what it has and must get nothing new."""
 

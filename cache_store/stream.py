@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from cache_store.events import (
     PROTOCOL_VERSION,
     ChunkKey,
@@ -87,9 +89,12 @@ class Publisher:
         return delta
 
     def report(self, load: Load) -> None:
-        """Publish a load report; a new subscription starts with the last one."""
-        self._load = load
-        self._publish(load)
+        """Publish a load report; a new subscription starts with the last one.
+
+        It carries the number of the last delta, so that a reader notices a lost one also when no other follows.
+        """
+        self._load = msgspec.structs.replace(load, seq=self.seq)
+        self._publish(self._load)
 
     def snapshot(self) -> list[Snapshot]:
         """One per tier, all as of the last delta."""
@@ -261,7 +266,17 @@ class Follower:
             return self._on_snapshot(message)
         if isinstance(message, Delta):
             return self._on_delta(message)
-        return [LoadReport(message)]
+        return self._on_load(message)
+
+    def _on_load(self, load: Load) -> list[Update]:
+        updates: list[Update] = [LoadReport(load)]
+        if load.seq > self._last:
+            self.gaps += 1
+            self._skip_to(load.seq)
+        if load.seq and not self._asked and not self.synced:
+            self._asked = True
+            updates.append(NeedSnapshot())
+        return updates
 
     def _on_hello(self, hello: Hello) -> list[Update]:
         if hello.version != PROTOCOL_VERSION:

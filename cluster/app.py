@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -47,20 +48,20 @@ def build(args: dict[str, Any]) -> Application:
     config = resolved(ClusterConfig.parse(args, "application arguments"))
     secret = cluster_secret()
     pools = [_pool(config, pool, secret) for pool in config.pools]
+    renderer, renderer_args = _renderer(config)
     spec = RouterSpec(
         app=config.name,
         endpoint=config.endpoint,
         secret=secret,
         models=(config.served_name, *config.model.adapters),
-        engine=config.engine.kind,
-        model_path=config.model.path,
-        engine_args=config.engine.args,
+        renderer=renderer,
+        renderer_args=renderer_args,
         env=config.engine.env,
-        max_model_len=config.engine.sim.max_model_len,
     )
     router = _deployment(
         Router,
         spec,
+        [pool.role for pool in config.pools],
         name=DEPLOYMENT,
         num_replicas=config.router.replicas,
         max_ongoing_requests=_MANY,
@@ -72,15 +73,27 @@ def build(args: dict[str, Any]) -> Application:
     return router.bind(spec.model_dump(mode="json"), *pools)
 
 
-def _deployment(target: type, spec: BaseModel, **options: Any) -> serve.Deployment:
-    """A deployment that Serve restarts when its arguments or this package change, and not otherwise.
+def _deployment(
+    target: type, spec: BaseModel, handles: Sequence[str] = (), **options: Any
+) -> serve.Deployment:
+    """A deployment that Serve restarts when its arguments or this package change, and not otherwise. `handles` names
+    the deployments that it is given handles of.
 
     `serve.run` gives every deployment a new version each time, which restarts it, unless it has one of its own. With
     `serve deploy` Serve makes the version from the application's arguments, and this one is not looked at.
     """
-    content = json.dumps([PACKAGE_VERSION, target.__qualname__, spec.model_dump(mode="json")], sort_keys=True)
+    parts = [PACKAGE_VERSION, target.__qualname__, spec.model_dump(mode="json"), list(handles)]
+    content = json.dumps(parts, sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     return serve.deployment(target).options(**options, version=digest, _internal=True)
+
+
+def _renderer(config: ClusterConfig) -> tuple[str, dict[str, Any]]:
+    """The class that renders as the configured engine does, and its arguments."""
+    if config.engine.kind == "sim":
+        return "cluster.render_sim:SimRenderer", {"max_model_len": config.engine.sim.max_model_len}
+    args = {"model_path": config.model.path, "engine_args": config.engine.args}
+    return "cluster.render_vllm:VllmRenderer", args
 
 
 def resolved(config: ClusterConfig) -> ClusterConfig:
@@ -100,7 +113,9 @@ def resolved(config: ClusterConfig) -> ClusterConfig:
 def _pool(config: ClusterConfig, pool: PoolConfig, secret: str) -> Application:
     placement = place(config.engine, pool, _device(config))
     engine = config.engine.model_copy(update={"args": {**config.engine.args, **placement.engine_args}})
-    spec = ReplicaSpec(model=config.model, engine=engine, pool=pool, cache=config.cache, secret=secret)
+    spec = ReplicaSpec(
+        model=config.model, engine=engine, pool=_of_any_size(pool), cache=config.cache, secret=secret
+    )
     options: dict[str, Any] = {
         "name": pool.role,
         "max_ongoing_requests": _MANY,
@@ -133,6 +148,12 @@ def _pool(config: ClusterConfig, pool: PoolConfig, secret: str) -> Application:
             policy=AutoscalingPolicy(policy_function="workers.autoscaling:demand_policy"),
         )
     return _deployment(Replica, spec, **options).bind(spec.model_dump(mode="json"))
+
+
+def _of_any_size(pool: PoolConfig) -> PoolConfig:
+    """What a replica may know of its pool: how many replicas there are is for Serve, and restarts none of them."""
+    unset = PoolConfig()
+    return pool.model_copy(update={"replicas": unset.replicas, "autoscaling": unset.autoscaling})
 
 
 def _device(config: ClusterConfig) -> str:

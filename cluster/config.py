@@ -22,8 +22,8 @@ class HttpConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=1, le=65535)
+    host: str = Field("127.0.0.1", description="Address to listen at; `0.0.0.0` lets other machines in.")
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen at.")
 
 
 class RayConfig(BaseModel):
@@ -35,7 +35,7 @@ class RayConfig(BaseModel):
     num_cpus: int | None = Field(
         None, ge=0, description="CPUs that Ray counts; the machine's where not given."
     )
-    object_store_mib: int = Field(256, ge=80)
+    object_store_mib: int = Field(256, ge=80, description="Size of Ray's object store, in /dev/shm.")
     dashboard_port: int | None = Field(None, ge=1, le=65535, description="No dashboard where not given.")
 
 

@@ -13,6 +13,7 @@ from ray.serve.config import HTTPOptions
 
 from cluster.app import build
 from cluster.config import ClusterConfig
+from router.shared_core import DEPLOYMENT as ROUTER
 
 _POLL_S = 0.5
 
@@ -29,6 +30,7 @@ class DeployStatus:
     """What is going on, in a few words."""
     replicas_ready: int
     replicas_wanted: int
+    """Of the pools; routers are not counted."""
     message: str = ""
 
 
@@ -47,38 +49,38 @@ def deploy(
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     deadline = time.monotonic() + timeout_s
     while True:
-        status = _status(config.name)
+        state, status = _status(config.name)
         on_status(status)
-        if status.phase == "RUNNING":
+        if state == "RUNNING":
             starts_at_zero = all(
                 pool.autoscaling and pool.autoscaling.min_replicas == 0 for pool in config.pools
             )
             if _answers(config.endpoint + ("/healthz" if starts_at_zero else "/readyz")):
                 return
-        elif status.phase in ("DEPLOY_FAILED", "UNHEALTHY") and status.message:
+        elif state in ("DEPLOY_FAILED", "UNHEALTHY") and status.message:
             raise DeployError(status.message)
         if time.monotonic() > deadline:
             raise DeployError(f"not ready within {timeout_s:.0f} s: {status.phase} {status.message}")
         time.sleep(_POLL_S)
 
 
-def _status(name: str) -> DeployStatus:
+def _status(name: str) -> tuple[str, DeployStatus]:
+    """Serve's word for the application's state, and what a person should know of it."""
     app = serve.status().applications.get(name)
     if app is None:
-        return DeployStatus("deploying", 0, 0)
+        return "", DeployStatus("deploying", 0, 0)
     ready = wanted = 0
     messages = [app.message] if app.message else []
-    for deployment in app.deployments.values():
-        states = {str(state): count for state, count in deployment.replica_states.items()}
+    for deployment, details in app.deployments.items():
+        if details.message:
+            messages.append(f"{deployment}: {details.message}")
+        if deployment == ROUTER:
+            continue
+        states = {str(state): count for state, count in details.replica_states.items()}
         ready += states.get("RUNNING", 0)
         wanted += sum(count for state, count in states.items() if state != "STOPPING")
-        if deployment.message:
-            messages.append(
-                f"{deployment.name}: {deployment.message}"
-                if hasattr(deployment, "name")
-                else deployment.message
-            )
-    return DeployStatus(app.status.value, ready, wanted, "\n".join(messages))
+    phase = "waiting for the router" if ready and ready == wanted else str(app.status.value).lower()
+    return app.status.value, DeployStatus(phase, ready, wanted, "\n".join(messages))
 
 
 def _answers(url: str) -> bool:

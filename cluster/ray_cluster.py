@@ -10,14 +10,19 @@ import sys
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from cluster import processes, state
 from cluster.config import ClusterConfig
+from cluster.interrupts import held
 from cluster.processes import MARK, StopReport, identify
 from cluster.state import ClusterState
 
 HOST = "127.0.0.1"
+HEAD_LOG = "head.log"
 STARTED_LINE = "Ray runtime started"
 MAX_TEMP_LENGTH = 40
 """Ray appends up to 65 bytes to its folder for its sockets, and a socket's path ends at 107."""
@@ -79,51 +84,64 @@ def start(config: ClusterConfig, config_path: str, endpoint: str, timeout_s: flo
     Raises RayStartError, with nothing left running.
     """
     temp = _temp_folder(config.name)
-    log = temp / "head.log"
+    log = temp / HEAD_LOG
     mark = uuid.uuid4().hex
     ports = dict(zip(SERVE_PORTS, map(str, free_ports(len(SERVE_PORTS))), strict=True))
     haproxy = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(_haproxy(temp))}
     environment = LOCAL_RAY | SERVE | ports | haproxy | dict(os.environ) | {MARK: mark}
     for name in ("RAY_ADDRESS", *DRIVER):
         environment.pop(name, None)
-    with log.open("wb") as output:
-        head = subprocess.Popen(
-            _command(config, temp),
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, env=environment,
-        )  # fmt: skip
-    started = ClusterState(
-        name=config.name,
-        config=config_path,
-        ray_address=f"{HOST}:{config.ray.port}",
-        endpoint=endpoint,
-        head=identify(head.pid),
-        mark=mark,
-        temp=str(temp),
-    )
-    state.save(started)
+    started = None
     try:
+        # An interrupt between the two would leave a head that nobody knows of.
+        with log.open("wb") as output, held():
+            head = subprocess.Popen(
+                _command(config, temp),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, env=environment,
+            )  # fmt: skip
+            started = ClusterState(
+                name=config.name,
+                config=config_path,
+                ray_address=f"{HOST}:{config.ray.port}",
+                endpoint=endpoint,
+                head=identify(head.pid),
+                mark=mark,
+                temp=str(temp),
+            )
+            state.save(started)
         _wait_started(head, log, timeout_s)
     except BaseException:
-        stop(started)
-        head.wait()
+        if started is not None:
+            stop(started)
+            head.wait()
         raise
     return started
 
 
 def stop(cluster: ClusterState, grace_s: float = 15.0) -> StopReport:
-    """Stop exactly what `start` started, and forget it once all of it is gone.
-
-    Ray's logs, where they lie beside the state file, stay until the next start.
-    """
+    """Stop exactly what `start` started, and forget it once all of it is gone. Ray's logs go to `logs_of`."""
     if cluster.head is None:
         raise ValueError(f"{cluster.name} runs on a Ray that was not started here")
+    # For who waits for the head's end, to tell a stop from a crash.
+    state.save(msgspec.structs.replace(cluster, stopping=True))
     report = processes.stop(cluster.head, cluster.mark, grace_s)
     if not report.left:
         state.forget(cluster.name)
-        if Path(cluster.temp).parent != state.state_folder():
+        if Path(cluster.temp) != (kept := logs_of(cluster)):
+            shutil.rmtree(kept, ignore_errors=True)
+            # A head that failed at once has written none.
+            with suppress(OSError):
+                shutil.copytree(Path(cluster.temp, "session_latest", "logs"), kept / "logs")
+            with suppress(OSError):
+                shutil.copy(Path(cluster.temp, HEAD_LOG), kept)
             shutil.rmtree(cluster.temp, ignore_errors=True)
     return report
+
+
+def logs_of(cluster: ClusterState) -> Path:
+    """The folder with Ray's logs after a stop, until the next start."""
+    return state.state_folder() / f"ray-{cluster.name}"
 
 
 def free_ports(count: int) -> list[int]:

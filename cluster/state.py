@@ -28,6 +28,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     """Value of `processes.MARK` in the environment of everything that the head started."""
     temp: str = ""
     """Ray's folder: logs and sockets of the session."""
+    stopping: bool = False
+    """Someone stops it at this moment, or was interrupted at it."""
 
     @property
     def running(self) -> bool:

@@ -28,11 +28,11 @@ class PolicyConfig(Section):
 class LimitsConfig(Section):
     """Bounds on what a router takes in. Live."""
 
-    max_body_bytes: int = Field(64 * 1024 * 1024, ge=1024)
+    max_body_bytes: int = Field(64 * 1024 * 1024, ge=1024, description="A larger request gets 413.")
     max_requests_per_replica: int = Field(256, ge=1, description="Open requests at one replica; more wait.")
     max_queue: int = Field(1024, ge=0, description="Requests that wait for a replica; more get 429.")
     queue_timeout_s: float = Field(60.0, gt=0, description="Longest wait for a replica; then 503 or 429.")
-    connect_timeout_s: float = Field(5.0, gt=0)
+    connect_timeout_s: float = Field(5.0, gt=0, description="Longest wait for a connection to a replica.")
     first_token_timeout_s: float = Field(600.0, gt=0, description="Longest wait for a replica's first token.")
     answer_timeout_s: float = Field(
         3600.0, gt=0, description="Longest wait for an answer that is not streamed."
@@ -53,7 +53,7 @@ class TenantConfig(Section):
 class RouterConfig(Section):
     """The ingress."""
 
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1, description="Routers. Each decides alone.")
     num_cpus: float = Field(0.0, ge=0, description="CPUs asked of Ray by one router.")
     policy: PolicyConfig = PolicyConfig()
     limits: LimitsConfig = LimitsConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 from typing import Any
@@ -32,14 +33,11 @@ class RouterSpec(BaseModel):
     """Where clients reach the cluster, for `manta status`."""
     secret: str
     models: tuple[str, ...]
-    engine: str
-    """Kind of the engine, whose renderer is used."""
-    model_path: str = ""
-    engine_args: dict[str, Any] = {}
+    renderer: str
+    """Class that renders as the engines do, as `module:Class`; a `router.render.Renderer`."""
+    renderer_args: dict[str, Any] = {}
     env: dict[str, str] = {}
     """Environment of the renderer."""
-    max_model_len: int = 0
-    """Of simulated engines."""
 
 
 @serve.ingress()
@@ -102,11 +100,7 @@ class Router:
 
 
 def _renderer(spec: RouterSpec) -> Renderer:
-    if spec.engine == "sim":
-        from router.render_sim import SimRenderer
-
-        return SimRenderer(spec.max_model_len)
-    from router.render_vllm import VllmRenderer
-
     os.environ.update(spec.env)
-    return VllmRenderer(spec.model_path, spec.engine_args)
+    module, _, name = spec.renderer.partition(":")
+    renderer: Renderer = getattr(importlib.import_module(module), name)(**spec.renderer_args)
+    return renderer

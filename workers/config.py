@@ -17,7 +17,8 @@ class ModelConfig(Section):
     """What is served."""
 
     path: str = Field(
-        "", description="Folder with a Hugging Face model, a hub id, or the name of a model of `manta model fetch`."
+        "",
+        description="Folder with a Hugging Face model, a hub id, or the name of a model of `manta model fetch`.",
     )
     name: str = Field("", description="Name that clients ask for; the last part of `path` where empty.")
     adapters: dict[str, str] = Field(
@@ -33,24 +34,25 @@ class SimConfig(Section):
     """The latency model and the block cache of a simulated engine."""
 
     virtual_replicas: int = Field(1, ge=1, le=512, description="Replicas that one Serve replica hosts.")
-    prefill_tokens_per_s: float = Field(20_000.0, gt=0)
+    prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="Speed of a prefill.")
     prefill_overhead_s: float = Field(0.002, ge=0, description="Fixed cost of one prefill.")
     decode_tokens_per_s: float = Field(100.0, gt=0, description="Speed of one stream alone.")
     decode_slowdown: float = Field(
         0.02, ge=0, description="Each further running stream makes a decode step longer by this part."
     )
-    block_tokens: int = Field(32, ge=1)
+    block_tokens: int = Field(32, ge=1, description="Tokens per KV block.")
     blocks: int = Field(4096, ge=1, description="KV blocks of one replica.")
     max_running: int = Field(64, ge=1, description="Streams that run at once; the rest wait.")
-    max_model_len: int = Field(131_072, ge=1)
+    max_model_len: int = Field(131_072, ge=1, description="Tokens of prompt and answer together at most.")
 
 
 class EngineConfig(Section):
     """Which engine, and what it is started with."""
 
-    kind: Literal["vllm", "sim"] = "vllm"
+    kind: Literal["vllm", "sim"] = Field("vllm", description="A real engine, or a simulated one.")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where vLLM computes; `auto` is cuda when the Ray cluster has GPUs at deploy time."
+        "auto",
+        description="Where vLLM computes; `auto` is cuda when the Ray cluster has GPUs at deploy time.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
@@ -61,23 +63,24 @@ class EngineConfig(Section):
     stuck_after_s: float = Field(
         120.0, gt=0, description="An engine core that answers nothing for so long is replaced."
     )
-    start_timeout_s: float = Field(1800.0, gt=0, description="Limit on loading the model.")
 
 
 class AutoscalingConfig(Section):
     """Replica count by demand: requests at the replicas plus requests that wait in routers."""
 
-    min_replicas: int = Field(1, ge=0)
-    max_replicas: int = Field(2, ge=1)
+    min_replicas: int = Field(1, ge=0, description="With 0 the first request waits for a replica to start.")
+    max_replicas: int = Field(2, ge=1, description="Never more than these.")
     target_requests: float = Field(8.0, gt=0, description="Requests per replica that the count aims at.")
-    upscale_delay_s: float = Field(10.0, ge=0)
-    downscale_delay_s: float = Field(300.0, ge=0)
+    upscale_delay_s: float = Field(10.0, ge=0, description="Demand must be high for so long.")
+    downscale_delay_s: float = Field(300.0, ge=0, description="Demand must be low for so long.")
     look_back_s: float = Field(10.0, gt=0, description="Demand is averaged over so long.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas is {self.min_replicas}, more than max_replicas = {self.max_replicas}")
+            raise ValueError(
+                f"min_replicas is {self.min_replicas}, more than max_replicas = {self.max_replicas}"
+            )
         return self
 
 
@@ -87,7 +90,9 @@ class ResourcesConfig(Section):
     cores: int = Field(1, ge=0, description="CPU cores of its own; on a CPU engine it is pinned to them.")
     num_cpus: float = Field(0.0, ge=0, description="CPUs asked of Ray.")
     gpus: int | None = Field(
-        None, ge=0, description="GPUs; tensor x pipeline parallel size on a GPU engine where not given, else 0."
+        None,
+        ge=0,
+        description="GPUs; tensor x pipeline parallel size on a GPU engine where not given, else 0.",
     )
     gpus_per_node: int = Field(
         8, ge=1, description="A replica with more GPUs than this spans nodes, with vLLM's ray executor."
@@ -98,8 +103,16 @@ class ResourcesConfig(Section):
 class PoolConfig(Section):
     """Replicas of one role: one Serve deployment."""
 
-    role: Role = "unified"
-    replicas: int = Field(1, ge=0)
-    autoscaling: AutoscalingConfig | None = None
+    role: Role = Field(
+        "unified", description="What the pool is preferred for, and the name of its Serve deployment."
+    )
+    replicas: int = Field(
+        1, ge=0, description="Serve replicas; with `autoscaling`, how many there are at first."
+    )
+    autoscaling: AutoscalingConfig | None = Field(
+        None, description="A fixed number of replicas where not given."
+    )
     resources: ResourcesConfig = ResourcesConfig()
-    drain_timeout_s: float = Field(600.0, ge=0, description="Longest wait for open requests before a replica stops.")
+    drain_timeout_s: float = Field(
+        600.0, ge=0, description="Longest wait for open requests before a replica stops."
+    )

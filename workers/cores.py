@@ -6,10 +6,12 @@ is held by a locked file: the system frees it when its holder dies, however it d
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -59,3 +61,23 @@ def lease_cores(count: int, folder: Path | None = None, available: set[int] | No
         )  # fmt: skip
         cores += missing
     return CoreLease(tuple(cores), files)
+
+
+def split_cores(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """The cores of each rank of one engine. Where there are fewer cores than ranks, the last ranks share one."""
+    share = max(1, len(cores) // ranks)
+    return [tuple(cores[rank * share : (rank + 1) * share] or cores[-1:]) for rank in range(ranks)]
+
+
+@contextlib.contextmanager
+def running_on(cores: Sequence[int]) -> Iterator[None]:
+    """What this thread starts inside, threads and processes, runs on these cores alone; any cores where none are given.
+
+    An affinity is inherited, so what is started can't run anywhere else for even a moment.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -29,7 +29,7 @@ def place(engine: EngineConfig, pool: PoolConfig, platform: str) -> Placement:
         options["resources"] = dict(resources.custom)
     if engine.kind == "sim" or platform == "cpu":
         return Placement(options, None, None, {})
-    needed = _parallel_size(engine, "tensor") * _parallel_size(engine, "pipeline")
+    needed = ranks(engine)
     if resources.gpus is not None and resources.gpus != needed:
         raise ValueError(
             f"pools.{pool.role}.resources.gpus is {resources.gpus}; needed: {needed}, "
@@ -39,9 +39,15 @@ def place(engine: EngineConfig, pool: PoolConfig, platform: str) -> Placement:
         options["num_gpus"] = needed
         executor = {} if needed == 1 else {"distributed-executor-backend": "mp"}
         return Placement(options, None, None, executor)
-    driver: dict[str, float] = {"CPU": max(1.0, resources.num_cpus)}
+    # The replica itself runs in the first bundle, so that one holds all that it asks for.
+    driver: dict[str, float] = {"CPU": max(1.0, resources.num_cpus), **resources.custom}
     bundles = [driver, *({"GPU": 1.0, "CPU": 1.0} for _ in range(needed))]
     return Placement(options, bundles, "PACK", {"distributed-executor-backend": "ray"})
+
+
+def ranks(engine: EngineConfig) -> int:
+    """Worker processes of one engine: tensor x pipeline parallel size."""
+    return _parallel_size(engine, "tensor") * _parallel_size(engine, "pipeline")
 
 
 def _parallel_size(engine: EngineConfig, kind: str) -> int:

@@ -15,7 +15,6 @@ from ray import serve
 
 from cache_store.config import CacheConfig
 from workers.config import EngineConfig, ModelConfig, PoolConfig
-from workers.cores import CoreLease, lease_cores
 from workers.hosted import HostedReplica
 from workers.messages import SECRET_HEADER
 from workers.server import AppServer, bound_socket
@@ -41,8 +40,8 @@ class Replica:
 
     async def __init__(self, spec: dict[str, Any]) -> None:  # type: ignore[misc]
         self._spec = ReplicaSpec.model_validate(spec)
-        self._lease: CoreLease | None = None
         self._server: AppServer | None = None
+        self._sick: set[str] = set()
         self._hosted = self._make_hosted()
         await asyncio.gather(*(hosted.start() for hosted in self._hosted))
         host = ray.util.get_node_ip_address()
@@ -77,11 +76,7 @@ class Replica:
             )
         from workers.vllm.engine import VllmEngine
 
-        cores: tuple[int, ...] = ()
-        if spec.pool.resources.cores and not spec.pool.resources.gpus:
-            self._lease = lease_cores(spec.pool.resources.cores)
-            cores = self._lease.cores
-        engine = VllmEngine(spec.engine, spec.model, spec.cache, cores)
+        engine = VllmEngine(spec.engine, spec.model, spec.cache, spec.pool.resources.cores)
         return HostedReplica(replica_id, spec.pool.role, engine, spec.cache, spec.secret)
 
     # What Serve calls.
@@ -96,11 +91,20 @@ class Replica:
         """Raises when an engine is dead or stuck, or when the HTTP server has stopped."""
         if self._server is not None and self._server.stopped:
             raise RuntimeError("the replica's HTTP server has stopped")
-        await asyncio.gather(*(hosted.engine.check_health() for hosted in self._hosted))
+        checks = (hosted.engine.check_health() for hosted in self._hosted)
+        found = zip(self._hosted, await asyncio.gather(*checks, return_exceptions=True), strict=True)
+        errors = {hosted.id: error for hosted, error in found if error is not None}
+        self._sick = set(errors)
+        for error in errors.values():
+            raise error
 
     async def __del__(self) -> None:
+        # What waits for a sick engine is not going to end; cut off, a router tries it elsewhere.
         left = await asyncio.gather(
-            *(hosted.drain(self._spec.pool.drain_timeout_s) for hosted in getattr(self, "_hosted", ()))
+            *(
+                hosted.drain(0 if hosted.id in self._sick else self._spec.pool.drain_timeout_s)
+                for hosted in getattr(self, "_hosted", ())
+            )
         )
         if any(left):
             logger.warning(

@@ -54,7 +54,11 @@ def ray_head(http_port: int) -> Iterator[ClusterState]:
     import ray
 
     config = ClusterConfig.parse(
-        {"name": "tests", "engine": {"kind": "sim"}, "ray": {"port": ray_cluster.free_ports(1)[0], "object_store_mib": 120}}
+        {
+            "name": "tests",
+            "engine": {"kind": "sim"},
+            "ray": {"port": ray_cluster.free_ports(1)[0], "object_store_mib": 120},
+        }
     )
     head = ray_cluster.start(config, "tests.yaml", f"http://127.0.0.1:{http_port}")
     try:

@@ -185,6 +185,24 @@ def at(cluster: Deployed, replica: str) -> dict[str, Any]:
     return next(r for r in cluster.replicas() if replica in r["id"])
 
 
+def test_a_replica_killed_mid_stream_cuts_the_answer_short(deploy_sim: Callable[..., Deployed]) -> None:
+    cluster = deploy_sim(**SLOW_DECODE)
+    cluster.ready_replicas(2)
+    body = chat("tell me all", max_tokens=400, stream=True)
+    received = b""
+    with httpx.stream("POST", f"{cluster.endpoint}/v1/chat/completions", json=body, timeout=60) as answer:
+        replica = answer.headers["x-manta-replica"].removeprefix("unified-")
+        pieces = answer.iter_bytes()
+        received += next(pieces)
+        os.kill(cluster.pids("unified")[replica], signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            for piece in pieces:
+                received += piece
+    assert b"[DONE]" not in received
+    # The next request is answered by whoever is left.
+    assert cluster.http.post("/v1/chat/completions", json=chat("and now?")).status_code == 200
+
+
 def test_an_unhealthy_replica_is_replaced(deploy_sim: Callable[..., Deployed]) -> None:
     cluster = deploy_sim()
     sick = cluster.ready_replicas(2)[0]

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from router.render_vllm import VllmRenderer
+from cluster.render_vllm import VllmRenderer
 from tests.tiny_model import make_tiny_model
 from workers.request_record import RequestRecord, current_request
 from workers.vllm.arguments import parse_engine_args

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from router.render import CHAT_PATH, COMPLETIONS_PATH
-from router.render_vllm import VllmRenderer
+from cluster.render_vllm import VllmRenderer
 from tests.engine.conftest import CONTEXT, MODEL, TinyServer
 from tests.engine.test_render_vllm import FORMS, IMAGE, PARIS, USER
 from workers.request_record import RequestRecord, current_request

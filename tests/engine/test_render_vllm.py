@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from router.errors import ApiError
 from router.render import CHAT_PATH, COMPLETIONS_PATH, Rendered
-from router.render_vllm import VllmRenderer
+from cluster.render_vllm import VllmRenderer
 from tests.engine.conftest import CONTEXT, MODEL, TinyServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
@@ -279,7 +279,7 @@ async def test_the_renderer_leaves_the_process_its_cores(renderer: VllmRenderer,
 
 
 async def test_importing_the_renderer_imports_no_vllm() -> None:
-    program = "import sys, router.render_vllm, workers.vllm.arguments; print('vllm' in sys.modules)"
+    program = "import sys, cluster.render_vllm, workers.vllm.arguments; print('vllm' in sys.modules)"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, cwd=Path(__file__).parents[2], stdout=asyncio.subprocess.PIPE
     )

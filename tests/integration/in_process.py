@@ -19,7 +19,7 @@ from cache_store.keys import chunk_keys, namespace
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.http import FORWARDED, RouterApp, parse_cached
-from router.render_sim import SimRenderer
+from cluster.render_sim import SimRenderer
 from workers.config import EngineConfig, ModelConfig, SimConfig
 from workers.hosted import HostedReplica
 from workers.messages import ReplicaInfo
@@ -41,6 +41,14 @@ async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S)
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
         await asyncio.sleep(0.002)
+
+
+def http_client(base_url: str = "", headers: dict[str, str] | None = None) -> httpx.AsyncClient:
+    """Any number of connections; no certificates, which take longer to load than most tests run."""
+    unbounded = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(
+        base_url=base_url, headers=headers, verify=False, timeout=DEADLINE_S, limits=unbounded
+    )
 
 
 class RecordingEngine(SimEngine):
@@ -212,8 +220,7 @@ class Cluster:
     async def talk_to(self, router: RouterNode) -> None:
         """`http` is a client of this router from here on."""
         await self.http.aclose()
-        unbounded = httpx.Limits(max_connections=None)
-        self.http = httpx.AsyncClient(base_url=router.url, timeout=DEADLINE_S, limits=unbounded)
+        self.http = http_client(base_url=router.url)
 
     def serving(self) -> Node:
         """The one replica that has a request open."""
@@ -285,7 +292,7 @@ async def running(
     settings = SimConfig(**{"block_tokens": 16, **FAST, **sim})
     nodes = [await start_node(f"replica-{number}", settings) for number in range(replicas)]
     max_model_len = min(settings.max_model_len, settings.blocks * settings.block_tokens)
-    cluster = Cluster(nodes, [], httpx.AsyncClient(), config, env or {}, max_model_len)
+    cluster = Cluster(nodes, [], http_client(), config, env or {}, max_model_len)
     try:
         for _ in range(routers):
             await cluster.add_router()

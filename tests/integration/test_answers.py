@@ -16,6 +16,7 @@ from tests.integration.in_process import (
     Cluster,
     cached_header,
     chat,
+    http_client,
     prompt,
     running,
     until,
@@ -28,7 +29,7 @@ IMAGE = "data:image/png;base64,iVBORw0KGgo="
 
 
 async def directly(cluster: Cluster, path: str, body: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}) as http:
+    async with http_client(headers={SECRET_HEADER: SECRET}) as http:
         return await http.post(cluster.nodes[0].url + path, json=body)
 
 
@@ -65,7 +66,7 @@ async def test_a_stream_is_the_replicas_stream(cluster: Cluster) -> None:
     body = chat("the same", stream=True, stream_options={"include_usage": True})
     headers = {"x-request-id": "of-the-client"}  # names the answer, so that both have one name
     routed = await cluster.http.post("/v1/chat/completions", json=body, headers=headers)
-    async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET, **headers}) as http:
+    async with http_client(headers={SECRET_HEADER: SECRET, **headers}) as http:
         asked = await http.post(cluster.nodes[0].url + "/v1/chat/completions", json=body)
 
     def read(text: str) -> tuple[str, list[Any]]:

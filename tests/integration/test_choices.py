@@ -65,9 +65,20 @@ async def test_handle_calls_choose_as_http_does(warm: Cluster) -> None:
             assert answer.headers["x-manta-replica"] == chosen
         await until(warm.at_rest)
         await until(lambda: warm.router.knows(warm.nodes))
+        await until(lambda: _reported(warm))
     policy = policy_from(warm.core.config.policy)
     log = list(warm.core.log)
     assert replay(log, policy) == [decision.choice for decision in log]
+
+
+def _reported(cluster: Cluster) -> bool:
+    """The router's last load reports say what the replicas would say now."""
+    loads = {entry.info.id: entry.load for entry in cluster.core.directory}
+    return all(
+        load is not None and msgspec.structs.replace(load, seq=0) == node.hosted.load()
+        for node in cluster.nodes
+        for load in [loads[node.id]]
+    )
 
 
 def _decisive(choice: Choice) -> bool:

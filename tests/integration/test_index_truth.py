@@ -35,7 +35,7 @@ async def test_what_a_prompt_and_its_answer_leave_in_an_engine_is_in_the_index(c
 
 
 @pytest.mark.parametrize("lost", [1, 3])
-async def test_a_lost_delta_is_noticed_at_the_next_and_repaired_by_one_snapshot(lost: int) -> None:
+async def test_lost_deltas_are_noticed_without_further_ones_and_repaired_by_a_snapshot(lost: int) -> None:
     async with running(1, routers=2) as cluster:
         (node,) = cluster.nodes
         await ask(cluster, "kept")
@@ -43,13 +43,10 @@ async def test_a_lost_delta_is_noticed_at_the_next_and_repaired_by_one_snapshot(
         for number in range(lost):
             await ask(cluster, f"l{number}")
         await until(lambda: node.engine.faults.kind == "none")
-        held = len(node.hosted.publisher.keys("hbm"))
-        assert all(len(router.core.index.held(node.id, "hbm")) < held for router in cluster.routers)
-        await ask(cluster, "next")
         await until(lambda: all(router.knows([node]) for router in cluster.routers))
         for router in cluster.routers:
             (entry,) = router.core.directory
-            assert entry.snapshots == 1
+            assert 1 <= entry.snapshots <= lost
         await ask(cluster, "l0", tokens=5 * CHUNK_TOKENS)
         assert list(cluster.core.log)[-1].choice.matched_tokens == 4 * CHUNK_TOKENS  # type: ignore[union-attr]
 

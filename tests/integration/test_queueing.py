@@ -11,7 +11,7 @@ import openai
 import pytest
 
 import router.http
-from tests.integration.in_process import Cluster, chat, running, until
+from tests.integration.in_process import Cluster, chat, http_client, running, until
 
 CHAT = "/v1/chat/completions"
 ONE_PLACE: dict[str, Any] = {"max_requests_per_replica": 1}
@@ -134,7 +134,7 @@ async def test_a_place_that_another_routers_request_leaves_is_noticed() -> None:
         other = cluster.routers[1]
         (entry,) = other.core.directory
         await until(lambda: entry.load is not None and entry.load.requests == 1)
-        async with httpx.AsyncClient(base_url=other.url, timeout=10) as http:
+        async with http_client(base_url=other.url) as http:
             waiting = asyncio.create_task(http.post(CHAT, json=chat("a", max_tokens=1)))
             await until(lambda: len(other.core.room) == 1)
             give_up()

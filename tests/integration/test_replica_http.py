@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cache_store import events
 from cache_store.events import FrameReader, Hello, Load, Snapshot
-from tests.integration.in_process import MODEL, SECRET, Cluster, chat, until
+from tests.integration.in_process import MODEL, SECRET, Cluster, chat, http_client, until
 from workers.http import ReplicaApp
 from workers.messages import EVENTS_PATH, LENGTHS_HEADER, SECRET_HEADER, SNAPSHOT_PATH
 from workers.request_record import current_request
@@ -22,7 +22,7 @@ from workers.server import AppServer, bound_socket
 async def replica(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     """A client with the secret, of the first replica."""
     headers = {SECRET_HEADER: SECRET}
-    async with httpx.AsyncClient(base_url=cluster.nodes[0].url, headers=headers, timeout=10) as http:
+    async with http_client(base_url=cluster.nodes[0].url, headers=headers) as http:
         yield http
 
 
@@ -41,7 +41,7 @@ async def replica(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     ],
 )
 async def test_every_path_is_closed_without_the_secret(cluster: Cluster, method: str, path: str) -> None:
-    async with httpx.AsyncClient(base_url=cluster.nodes[0].url) as http:
+    async with http_client(base_url=cluster.nodes[0].url) as http:
         for secret in (None, b"", b"wrong", SECRET.encode() + b"x", b"\xff"):
             headers = {} if secret is None else {SECRET_HEADER.encode(): secret}
             answer = await http.request(method, path, headers=headers)
@@ -131,12 +131,14 @@ async def test_one_server_hosts_several_replicas_each_at_its_own_port(cluster: C
     hosted = [node.hosted for node in cluster.nodes]
     server = AppServer([each.app for each in hosted], [bound_socket("127.0.0.1") for _ in hosted])
     await server.start()
-    async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}) as http:
+    async with http_client(headers={SECRET_HEADER: SECRET}) as http:
         for each, address in zip(hosted, server.addresses, strict=True):
             snapshot = await http.get(f"http://{address}{SNAPSHOT_PATH}")
             assert next(FrameReader().feed(snapshot.content)) == each.publisher.hello
-        assert not server.stopped
-        await server.stop()
-        assert server.stopped
-        with pytest.raises(httpx.ConnectError):
-            await http.get(f"http://{server.addresses[0]}/health")
+    assert not server.stopped
+    await server.stop()
+    assert server.stopped
+    async with http_client() as http:
+        for address in server.addresses:
+            with pytest.raises(httpx.ConnectError):
+                await http.get(f"http://{address}/health")

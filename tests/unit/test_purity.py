@@ -29,6 +29,7 @@ PURE = (
     "router.ledger",
     "router.metrics",
     "router.policy",
+    "router.render",
     "router.tenants",
     "cluster.config",
 )
@@ -45,13 +46,7 @@ CACHE_STORE = (
 ALLOWED: dict[str, tuple[str, ...]] = {
     "cache_store": (),
     "workers": CACHE_STORE,
-    "router": (
-        *CACHE_STORE,
-        "workers.messages",
-        # The one exception: the simulated engine's tokeniser is a pure function, and a router in front of
-        # simulated replicas must render prompts as they do.
-        "workers.sim.tokens",
-    ),
+    "router": (*CACHE_STORE, "workers.messages"),
     "cluster": PACKAGES,
 }
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.errors import ApiError
 from router.render import CHAT_PATH, COMPLETIONS_PATH, Rendered
-from router.render_sim import SimRenderer
+from cluster.render_sim import SimRenderer
 from workers.sim.tokens import decode, encode, render_chat
 
 LIMIT = 4096

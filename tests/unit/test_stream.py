@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,7 +137,7 @@ def test_a_stream_starts_with_hello_snapshots_and_the_last_load() -> None:
         Hello(PROTOCOL_VERSION, "r", 1, bytes(32), 256),
         Snapshot(1, "hbm", A),
         Snapshot(1, "dram", b""),
-        LOAD,
+        msgspec.structs.replace(LOAD, seq=1),
     ]
 
 
@@ -146,7 +147,7 @@ def test_a_stream_goes_on_with_what_is_published() -> None:
     assert read(one) == read(two) == [holder.hello, *holder.state()]
     delta = change(holder, "hbm", A)
     holder.report(LOAD)
-    assert read(one) == read(two) == [delta, LOAD]
+    assert read(one) == read(two) == [delta, msgspec.structs.replace(LOAD, seq=1)]
 
 
 def test_a_reader_that_does_not_keep_up_loses_frames_and_then_gets_the_state() -> None:
@@ -423,3 +424,21 @@ def test_a_slow_reader_of_any_small_buffer_ends_equal_without_asking(seed: int, 
     assert picture.equals(holder)
     assert set(picture.tiers) == set(TIERS)
     assert picture.asked == 0
+
+
+def test_a_lost_delta_is_noticed_by_the_next_load_report() -> None:
+    publisher = Publisher(holder="r", epoch=1, identity=b"i" * 32, chunk_tokens=64, tiers=("hbm",))
+    follower = Follower()
+    for message in (publisher.hello, *publisher.snapshot()):
+        follower.feed(message)
+    publisher.apply("hbm", added=[ChunkKey(b"k" * 32)])
+    publisher.report(Load(0, 0, 0, 0.0, 0.0, 0.0))
+    (load,) = (message for message in publisher.state() if isinstance(message, Load))
+
+    updates = follower.feed(load)
+    assert NeedSnapshot() in updates
+    assert follower.gaps == 1
+    assert NeedSnapshot() not in follower.feed(load)
+    (snapshot,) = publisher.snapshot()
+    assert follower.feed(snapshot) == [Replace("hbm", [ChunkKey(b"k" * 32)])]
+    assert follower.synced

@@ -27,7 +27,7 @@ def publish_names(models: Any, names: dict[str, str]) -> None:
     show_models = models.show_available_models
 
     def model_name(lora_request: Any = None) -> str:
-        shown = engine_model_name(lora_request)
+        shown: str = engine_model_name(lora_request)
         return public.get(shown, shown)
 
     async def show_available_models() -> Any:

@@ -19,27 +19,31 @@ from starlette.types import ASGIApp
 from cache_store.config import CacheConfig
 from cache_store.keys import EngineIdentity
 from workers.config import EngineConfig, ModelConfig
+from workers.cores import CoreLease, lease_cores, running_on, split_cores
 from workers.engine import EngineInfo, EngineLoad, EngineUnhealthyError
 from workers.fingerprint import model_id
 from workers.kv_events import KVEventSink
+from workers.placement import ranks
 from workers.vllm.events import EventReader
 
 logger = logging.getLogger(__name__)
 
+_THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
 
 class VllmEngine:
-    """See `workers.engine.Engine`. `cores` pins a CPU engine; GPUs are what the process sees."""
+    """See `workers.engine.Engine`. GPUs are what the process sees."""
 
     app: ASGIApp
     info: EngineInfo
 
-    def __init__(
-        self, config: EngineConfig, model: ModelConfig, cache: CacheConfig, cores: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, config: EngineConfig, model: ModelConfig, cache: CacheConfig, cores: int = 0) -> None:
+        """`cores`: how many an engine on the CPU has to itself; 0 leaves it on any."""
         self._config = config
         self._model = model
         self._cache = cache
         self._cores = cores
+        self._lease: CoreLease | None = None
         self._folder: Path | None = None
         self._llm: Any = None
         self._reader: asyncio.Task[None] | None = None
@@ -48,7 +52,8 @@ class VllmEngine:
         self._probe: asyncio.Task[Any] | None = None
 
     async def start(self, sink: KVEventSink) -> None:
-        os.environ.update(_environment(self._config, self._cores))
+        os.environ.update(self._config.env)
+        cores = self._take_cores()
         self._folder = Path(tempfile.mkdtemp(prefix="manta-engine-"))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -63,9 +68,11 @@ class VllmEngine:
         args = parse_engine_args(
             self._model.path, self._model.served_name, self._config.args, self._extra_args(names)
         )
-        self._llm = ObservedLLM.from_engine_args(
-            AsyncEngineArgs.from_cli_args(args), stat_loggers=[self._stats.factory]
-        )
+        # vLLM's uni executor binds no threads at all.
+        with running_on(cores):
+            self._llm = ObservedLLM.from_engine_args(
+                AsyncEngineArgs.from_cli_args(args), stat_loggers=[self._stats.factory]
+            )
         self._llm.observe()
         install(self._llm.renderer)
         self._reader = asyncio.create_task(EventReader(*self._endpoints(), sink).run())
@@ -77,6 +84,18 @@ class VllmEngine:
         self.app = app
         self.info = await asyncio.to_thread(self._describe, names)
         self._answered_at = time.monotonic()
+
+    def _take_cores(self) -> tuple[int, ...]:
+        """Empty for an engine that runs on GPUs, and where the configuration binds the threads itself."""
+        from vllm.platforms import current_platform
+
+        if not self._cores or _THREADS_BIND in self._config.env or not current_platform.is_cpu():
+            return ()
+        self._lease = lease_cores(self._cores)
+        groups = split_cores(self._lease.cores, ranks(self._config))
+        os.environ[_THREADS_BIND] = "|".join(",".join(map(str, group)) for group in groups)
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(groups[0])))
+        return self._lease.cores
 
     def _endpoints(self) -> tuple[str, str]:
         return f"ipc://{self._folder}/events", f"ipc://{self._folder}/replay"
@@ -149,6 +168,8 @@ class VllmEngine:
         if self._llm is not None:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown)
+        if self._lease is not None:
+            self._lease.release()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -178,16 +199,6 @@ class _LastStats:
             def log_engine_initialized(self) -> None: ...
 
         return Logger()
-
-
-def _environment(config: EngineConfig, cores: tuple[int, ...]) -> dict[str, str]:
-    environment = dict(config.env)
-    if cores and "VLLM_CPU_OMP_THREADS_BIND" not in environment:
-        ranks = int(config.args.get("tensor-parallel-size", config.args.get("tensor_parallel_size", 1)))
-        share = max(1, len(cores) // ranks)
-        groups = [cores[rank * share : (rank + 1) * share] or cores[-1:] for rank in range(ranks)]
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
-    return environment
 
 
 def _identity(config: Any, path: str, chunk_tokens: int) -> EngineIdentity:

@@ -38,7 +38,9 @@ def translate(event: Mapping[str, Any]) -> KVEvent | None:
     if kind != "BlockStored":
         return None
     adapter = event.get("lora_name") or ""
-    salt, shareable = read_extra_keys(event.get("extra_keys"), adapter, event.get("parent_block_hash") is None)
+    salt, shareable = read_extra_keys(
+        event.get("extra_keys"), adapter, event.get("parent_block_hash") is None
+    )
     return BlocksStored(
         hashes=event["block_hashes"],
         parent=event.get("parent_block_hash"),
@@ -104,7 +106,9 @@ class EventReader:
             await self._replay(context, until=number)
         if number > self._next:
             self.lost += number - self._next
-            logger.warning("%d KV event batches were lost; the engine's cache is reported as empty", self.lost)
+            logger.warning(
+                "%d KV event batches were lost; the engine's cache is reported as empty", self.lost
+            )
             self._sink([BlocksCleared()])
         if number >= self._next:
             self._deliver(number, payload)

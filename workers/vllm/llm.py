@@ -50,7 +50,9 @@ class ObservedLLM(AsyncLLM):
             if last is not None and last.finished:
                 self._note_finished(last)
 
-    async def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+    async def encode(
+        self, prompt: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
         set_salt(prompt)
         async for output in super().encode(prompt, *args, **kwargs):
             yield output
@@ -67,7 +69,11 @@ class ObservedLLM(AsyncLLM):
 
     def _note_finished(self, output: RequestOutput) -> None:
         stats = output.metrics
-        if stats is not None and stats.num_generation_tokens > 1 and stats.last_token_ts > stats.first_token_ts:
+        if (
+            stats is not None
+            and stats.num_generation_tokens > 1
+            and stats.last_token_ts > stats.first_token_ts
+        ):
             self.decode_rate.note(stats.num_generation_tokens - 1, stats.last_token_ts - stats.first_token_ts)
 
 

@@ -1,0 +1,185 @@
+"""The benchmarks' own arithmetic: verdicts, intervals, pairing, CPU time, and the file that results end in."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from benchmarks import harness
+from benchmarks.harness import (
+    Interval,
+    Report,
+    cpu_seconds,
+    interleaved,
+    interval,
+    paired_difference,
+    paired_ratio,
+    percentile,
+    timed,
+)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def test_results_are_written_with_machine_and_figures(tmp_path):
+    report = Report("sample")
+    report.at_most("lookup", 12.0, "µs", 54)
+    report.skipped("peer", "µs", "not installed")
+    assert report.finish(quiet(), tmp_path) == 0
+    written = json.loads((tmp_path / "sample.json").read_text())
+    assert set(written) == {"machine", "figures"}
+    assert "cores" in written["machine"]
+    assert written["figures"] == [
+        {"figure": "lookup", "value": 12.0, "unit": "µs", "against": "", "target": "< 54 µs", "holds": True},
+        {
+            "figure": "peer",
+            "value": None,
+            "unit": "µs",
+            "against": "not installed",
+            "target": "",
+            "holds": None,
+        },
+    ]
+
+
+def test_the_table_names_every_figure_and_its_verdict(tmp_path):
+    console = quiet()
+    report = Report("sample")
+    report.at_most("fast enough", 1.0, "ms", 2)
+    report.at_most("too slow", 3.0, "ms", 2)
+    report.finish(console, tmp_path)
+    printed = console.file.getvalue()
+    lines = {
+        name: next(line for line in printed.splitlines() if name in line) for name in ("fast", "too slow")
+    }
+    assert "yes" in lines["fast"]
+    assert "no" in lines["too slow"]
+
+
+@pytest.mark.parametrize(("strict", "code"), [("", 0), ("0", 0), ("1", 1)])
+def test_only_strict_makes_a_figure_that_does_not_hold_a_failure(tmp_path, monkeypatch, strict, code):
+    monkeypatch.setenv("STRICT", strict)
+    report = Report("sample")
+    report.at_most("lookup", 60.0, "µs", 54)
+    assert report.finish(quiet(), tmp_path) == code
+
+
+def test_strict_passes_when_all_that_was_measured_holds(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRICT", "1")
+    report = Report("sample")
+    report.at_most("lookup", 50.0, "µs", 54)
+    report.less_than("lookup", 50.0, "µs", "a peer that is not installed", None)
+    report.add("no target", 1.0, "s")
+    assert report.finish(quiet(), tmp_path) == 0
+
+
+def test_a_figure_holds_only_strictly_below_its_limit_or_peer():
+    report = Report("sample")
+    report.at_most("equal", 54.0, "µs", 54)
+    report.less_than("equal", 54.0, "µs", "peer", 54.0)
+    report.less_than("below", 53.0, "µs", "peer", 54.0)
+    assert [figure.holds for figure in report.figures] == [False, False, True]
+    assert report.figures[2].against == "peer: 54 µs"
+
+
+def test_an_undecided_comparison_does_not_hold():
+    assert interval([0.9, 1.1, 1.0]).low < 1.05
+    assert not interval([0.9, 1.1, 1.0]).below(1.05)
+    assert interval([0.9, 0.91, 0.89, 0.9]).below(1.05)
+
+
+def test_a_single_sample_decides_nothing():
+    assert interval([1.0]) == Interval(1.0, -math.inf, math.inf)
+    assert not interval([1.0]).below(1e9)
+    assert not interval([]).below(1e9)
+    assert paired_ratio([1.0], [2.0]) == Interval(0.5, 0.0, math.inf)
+
+
+def test_the_interval_of_few_samples_is_students():
+    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
+    assert found == pytest.approx((3.0, 3.0 - half, 3.0 + half))
+
+
+@given(st.integers(0, 1000), st.sampled_from([5, 60]))
+def test_an_interval_encloses_the_mean_and_widens_with_the_spread(seed, n):
+    draw = random.Random(seed)
+    narrow = [10 + draw.gauss(0, 1) for _ in range(n)]
+    mean = sum(narrow) / n
+    wide = [mean + 5 * (value - mean) for value in narrow]
+    near, far = interval(narrow), interval(wide)
+    assert near.low <= near.mean <= near.high
+    assert far.high - far.low == pytest.approx(5 * (near.high - near.low), rel=1e-6)
+
+
+def test_pairing_removes_what_drifts_for_both():
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0]
+    ours, theirs = [1.2 * value for value in drift], drift
+    assert paired_ratio(ours, theirs) == pytest.approx((1.2, 1.2, 1.2))
+    shifted = [value + 0.5 for value in drift]
+    assert paired_difference(shifted, drift) == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_rounds_that_do_not_pair_are_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        paired_ratio([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="positive"):
+        paired_ratio([1.0, 0.0], [1.0, 1.0])
+
+
+def test_every_round_measures_every_system_and_begins_with_another():
+    order: list[str] = []
+    systems = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
+    found = interleaved(systems, 3)
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+
+
+def test_warmup_is_not_counted():
+    calls: list[int] = []
+    assert len(timed(lambda: calls.append(1), repeats=4, warmup=2)) == 4
+    assert len(calls) == 6
+
+
+def test_percentiles_are_samples():
+    samples = [float(value) for value in range(100, 0, -1)]
+    assert percentile(samples, 0.5) == 50.0
+    assert percentile(samples, 0.95) == 95.0
+    assert percentile([7.0], 0.5) == 7.0
+
+
+def test_cpu_seconds_counts_a_whole_process_tree():
+    burn = "import time\nwhile time.process_time() < 0.3: pass\n"
+    parent = f"import subprocess, sys\n{burn}\nc = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\nc.wait()"
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    try:
+        deadline = time.monotonic() + 60
+        while cpu_seconds(process.pid) < cpu_seconds(process.pid, tree=False) + 0.1:
+            assert time.monotonic() < deadline, "the child's time was not counted"
+            time.sleep(0.01)
+        assert cpu_seconds(process.pid, tree=False) >= 0.25
+    finally:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.wait()
+    assert cpu_seconds(process.pid) == 0.0
+
+
+def test_the_machine_is_described_by_what_decides_speed():
+    described = harness.machine()
+    assert f"{len(os.sched_getaffinity(0))} cores" in described
+    assert "Python" in described

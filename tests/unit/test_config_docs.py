@@ -1,0 +1,140 @@
+"""The configuration's reference: it is current, and what it says of a change is what `cluster.app` makes of one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config_docs import RULES, Effect, Row, markdown, tables
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+ROWS = [row for table in tables() for row in table.rows]
+DEPLOYED = [row for row in ROWS if row.effect != "start"]
+
+BASE: dict[str, Any] = {
+    "model": {"path": "org/model"},
+    "engine": {"kind": "vllm", "device": "cpu"},
+    "pools": [{"autoscaling": {"min_replicas": 1, "max_replicas": 4}}],
+    "router": {"tenants": {"a": {"api_keys": ["key-of-a"]}}},
+}
+"""A cluster in which every section is there."""
+
+CHANGED: dict[str, Any] = {
+    "name": "other",
+    "model.path": "org/other",
+    "model.name": "other",
+    "model.adapters": {"public": "/adapters/one"},
+    "engine.kind": "sim",
+    "engine.device": "cuda",
+    "engine.args": {"max-model-len": 1024},
+    "engine.env": {"OMP_NUM_THREADS": "2"},
+    "engine.sim.block_tokens": 64,
+    "engine.sim.decode_slowdown": 0.5,
+    "pools.role": "decode",
+    "pools.autoscaling": None,
+    "pools.resources.gpus": 0,
+    "pools.resources.custom": {"fast": 1.0},
+    "router.tenants": {"b": {"api_keys": ["key-of-b"]}},
+    "router.tenants.api_keys": ["another-key"],
+    "router.admin_key": "admin",
+    "router.policy.kind": "round_robin",
+    "cache.chunk_tokens": 512,
+}
+"""Another valid value of fields that are no plain numbers; a number is raised by one."""
+
+
+def base(row: Row) -> dict[str, Any]:
+    """A simulated engine's fields matter to a cluster that has one."""
+    data = copy.deepcopy(BASE)
+    if row.path.startswith("engine.sim."):
+        data["engine"]["kind"] = "sim"
+    return data
+
+
+def changed(row: Row) -> dict[str, Any]:
+    data = base(row)
+    *sections, name = row.path.split(".")
+    at: Any = data
+    for section in sections:
+        at = at.setdefault(section, {})
+        at = at[0] if section == "pools" else at["a"] if section == "tenants" else at
+    if row.path in CHANGED:
+        at[name] = CHANGED[row.path]
+    else:
+        at[name] = float(at.get(name, row.default)) + 1
+    return data
+
+
+def parts(data: dict[str, Any]) -> dict[str, Any]:
+    """What Serve compares of the application: by kind of change, in what differs from the base."""
+    from cluster.app import build
+
+    router = build(data)._bound_deployment
+    pool = router.init_args[1]._bound_deployment
+    options = pool._deployment_config
+    return {
+        "application": router.init_args[0]["app"],
+        "router": (router.version, router.ray_actor_options),
+        "pool": (
+            pool.name,
+            pool.version,
+            pool.ray_actor_options,
+            pool._replica_config.placement_group_bundles,
+        ),
+        "counts": (router.num_replicas, options.num_replicas, options.autoscaling_config),
+        "live": router.user_config,
+    }
+
+
+def observed(before: dict[str, Any], after: dict[str, Any]) -> Effect:
+    differs = {kind for kind in before if before[kind] != after[kind]}
+    assert differs, "the change reaches nothing that is deployed"
+    if "application" in differs:
+        return "application"
+    if {"router", "pool"} <= differs:
+        return "both"
+    if "router" in differs:
+        return "routers"
+    if "pool" in differs:
+        return "replicas"
+    return "scales" if "counts" in differs else "live"
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With one in the environment, building an application asks no Ray for it.
+    monkeypatch.setenv("MANTA_SECRET", "a-secret-for-this-test")
+
+
+def test_the_committed_reference_is_the_generated_one() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == markdown(), (
+        "run: python -m cluster.config_docs > docs/configuration.md"
+    )
+
+
+@pytest.mark.parametrize("row", DEPLOYED, ids=lambda row: row.path)
+def test_a_change_costs_what_the_reference_says(row: Row) -> None:
+    assert observed(parts(base(row)), parts(changed(row))) == row.effect
+
+
+def test_another_pool_restarts_the_routers_that_must_know_it_and_no_other_pool() -> None:
+    more = copy.deepcopy(BASE)
+    more["pools"].append({"role": "prefill"})
+    assert observed(parts(BASE), parts(more)) == "routers"
+
+
+def test_an_unchanged_configuration_changes_nothing() -> None:
+    assert parts(BASE) == parts(copy.deepcopy(BASE))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.path)
+def test_every_field_says_what_it_means(row: Row) -> None:
+    assert row.description.strip()
+
+
+def test_every_rule_is_about_something_that_exists() -> None:
+    known = {row.path for row in ROWS} | {table.path for table in tables()}
+    assert set(RULES) <= known | {path.partition(".")[0] for path in known}
