@@ -119,24 +119,34 @@ def start(config: ClusterConfig, config_path: str, endpoint: str, timeout_s: flo
     return started
 
 
+@held()
 def stop(cluster: ClusterState, grace_s: float = 15.0) -> StopReport:
-    """Stop exactly what `start` started, and forget it once all of it is gone. Ray's logs go to `logs_of`."""
+    """Stop exactly what `start` started, and forget it once all of it is gone. Ray's logs go to `logs_of`.
+
+    An interrupt meanwhile arrives when all is done.
+    """
     if cluster.head is None:
         raise ValueError(f"{cluster.name} runs on a Ray that was not started here")
     # For who waits for the head's end, to tell a stop from a crash.
     state.save(msgspec.structs.replace(cluster, stopping=True))
     report = processes.stop(cluster.head, cluster.mark, grace_s)
     if not report.left:
+        _keep_logs(cluster)
         state.forget(cluster.name)
-        if Path(cluster.temp) != (kept := logs_of(cluster)):
-            shutil.rmtree(kept, ignore_errors=True)
-            # A head that failed at once has written none.
-            with suppress(OSError):
-                shutil.copytree(Path(cluster.temp, "session_latest", "logs"), kept / "logs")
-            with suppress(OSError):
-                shutil.copy(Path(cluster.temp, HEAD_LOG), kept)
-            shutil.rmtree(cluster.temp, ignore_errors=True)
     return report
+
+
+def _keep_logs(cluster: ClusterState) -> None:
+    kept = logs_of(cluster)
+    if Path(cluster.temp) == kept:
+        return
+    shutil.rmtree(kept, ignore_errors=True)
+    # A head that failed at once has written none.
+    with suppress(OSError):
+        shutil.copytree(Path(cluster.temp, "session_latest", "logs"), kept / "logs")
+    with suppress(OSError):
+        shutil.copy(Path(cluster.temp, HEAD_LOG), kept)
+    shutil.rmtree(cluster.temp, ignore_errors=True)
 
 
 def logs_of(cluster: ClusterState) -> Path:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from cluster import ray_cluster, state
 from cluster.config import ClusterConfig
-from cluster.interrupts import held
 from cluster.processes import ProcessId
 from cluster.state import ClusterState
 
@@ -125,8 +124,7 @@ def take_down(cluster: ClusterState) -> str:
         state.forget(cluster.name)
         return f"{cluster.name} is deleted from the Ray at {cluster.ray_address}, which goes on"
     began = time.monotonic()
-    with held():
-        report = ray_cluster.stop(cluster)
+    report = ray_cluster.stop(cluster)
     if report.left:
         raise UpError(
             f"{cluster.name}: processes {', '.join(map(str, report.left))} did not end, not even killed"
@@ -188,8 +186,7 @@ def _undo(cluster: ClusterState) -> str:
     if cluster.head is None:
         return f"what there is of {cluster.name} stays at {cluster.ray_address}, for `serve status` to show"
     _disconnect()
-    with held():
-        report = ray_cluster.stop(cluster)
+    report = ray_cluster.stop(cluster)
     return f"{cluster.name} is down again ({report.stopped} processes); logs are in {ray_cluster.logs_of(cluster)}"
 
 

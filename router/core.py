@@ -38,6 +38,8 @@ class Query:
     body_bytes: int
     tried: set[str] = field(default_factory=set)
     """Replicas that failed this request; not asked again."""
+    only: str = ""
+    """The one replica that can serve this request, because it holds what the request continues; empty for any."""
     keys: dict[tuple[bytes, int, str], list[list[ChunkKey]]] = field(default_factory=dict)
 
     @property
@@ -139,7 +141,12 @@ class RouterCore:
         return any(self._may_serve(entry, query) for entry in self.directory.ready())
 
     def _may_serve(self, entry: ReplicaEntry, query: Query) -> bool:
-        return entry.info.id not in query.tried and (not query.model or query.model in entry.info.models)
+        replica = entry.info.id
+        return (
+            replica not in query.tried
+            and query.only in ("", replica)
+            and (not query.model or query.model in entry.info.models)
+        )
 
     def _keys(self, entry: ReplicaEntry, query: Query) -> list[list[ChunkKey]]:
         hello = entry.hello

@@ -14,10 +14,11 @@ from ray.serve.handle import DeploymentHandle
 
 from router.config import RouterConfig
 from router.core import RouterCore
-from router.http import FORWARDED, RouterApp
+from router.http import RouterApp
 from router.inventory import Inventory
 from router.remote_choice import RemoteChoices
 from router.render import Renderer
+from router.routes import ROUTES
 from router.shared_core import DEPLOYMENT, share
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Router:
         self._spec = RouterSpec.model_validate(spec)
         self._pools = pools
         self._waking: asyncio.Task[None] | None = None
-        self._core = RouterCore(RouterConfig(), self._spec.secret, FORWARDED)
+        self._core = RouterCore(RouterConfig(), self._spec.secret, ROUTES)
         renderer = _renderer(self._spec)
         await renderer.start()
         inventory = Inventory(self._core, self._spec.app, DEPLOYMENT, self._spec.endpoint)
@@ -84,13 +85,17 @@ class Router:
             try:
                 await asyncio.wait_for(pool.describe.remote(), self._core.config.limits.queue_timeout_s)
             except Exception as error:
-                logger.info("no replica of %s answered: %s", pool.deployment_name, error or type(error).__name__)
+                logger.info(
+                    "no replica of %s answered: %s", pool.deployment_name, error or type(error).__name__
+                )
 
         await asyncio.gather(*(call(pool) for pool in self._pools))
 
     # Handle calls from other processes; see router.request_router.
 
-    async def choose(self, path: str, body: dict[str, Any], exclude: list[str] | None = None) -> tuple[str, str] | None:
+    async def choose(
+        self, path: str, body: dict[str, Any], exclude: list[str] | None = None
+    ) -> tuple[str, str] | None:
         """Decide for a handle call. Returns (ticket, replica id), or None when no replica has room."""
         return await self._remote.choose(path, body, exclude or [])
 

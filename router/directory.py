@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -218,11 +218,21 @@ class Directory:
                         self._on_change()
         return needs_snapshot
 
+    def ask(
+        self, replica: str, path: str, timeout: aiohttp.ClientTimeout, headers: Mapping[str, str]
+    ) -> aiohttp.client._RequestContextManager:
+        """GET a path of a known replica, with the cluster's secret."""
+        return self._get(self._entries[replica], path, timeout, headers)
+
     def _get(
-        self, entry: ReplicaEntry, path: str, timeout: aiohttp.ClientTimeout
+        self,
+        entry: ReplicaEntry,
+        path: str,
+        timeout: aiohttp.ClientTimeout,
+        headers: Mapping[str, str] | None = None,
     ) -> aiohttp.client._RequestContextManager:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers={SECRET_HEADER: self._secret}, connector=aiohttp.TCPConnector(limit=0)
             )
-        return self._session.get(f"http://{entry.info.address}{path}", timeout=timeout)
+        return self._session.get(f"http://{entry.info.address}{path}", timeout=timeout, headers=headers)

@@ -119,6 +119,15 @@ def internal(kind: str) -> ApiError:
     return ApiError(500, f"The router failed: {kind}.", "InternalServerError")
 
 
+def unknown_response(response: str) -> ApiError:
+    """No replica holds it for this tenant. Engines store responses only where they are told to."""
+    message = (
+        f"Response with id '{_echo(response)}' not found. Responses are stored in the memory of the replica that made "
+        "them, and only with VLLM_ENABLE_RESPONSES_API_STORE=1 in engine.env."
+    )
+    return ApiError(404, message, "invalid_request_error", param="response_id")
+
+
 def upstream_failed(reason: str) -> ApiError:
     """Every replica that was tried failed before its first token."""
     return ApiError(502, f"The replica failed: {reason}.", "BadGatewayError")

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from router import errors
+from router import errors, routes
 from router.admission import QueueFullError, QueueTimeoutError
 from router.asgi import Scope, check_method, read_body, send_error, serve_lifespan
 from router.client import ClientGone, ClientStalled, ClientWatch, Receive, Send
@@ -24,6 +24,7 @@ from router.headers import ResponseHead
 from router.pages import RETRY_AFTER_S, Pages
 from router.relay import Relay
 from router.render import Renderer
+from router.stored_responses import find_holder
 from router.tenants import Tenants, resolve_key, salt
 from router.upstream import Address, ConnectFailed, UpstreamError, UpstreamTimeout
 from workers.messages import (
@@ -38,17 +39,6 @@ from workers.messages import (
 
 logger = logging.getLogger(__name__)
 
-FORWARDED = {
-    "/v1/chat/completions": ("POST",),
-    "/v1/completions": ("POST",),
-    "/v1/responses": ("POST",),
-    "/v1/messages": ("POST",),
-    "/v1/embeddings": ("POST",),
-    "/v1/models": ("GET",),
-    "/tokenize": ("POST",),
-    "/detokenize": ("POST",),
-    "/version": ("GET",),
-}
 _RETRIED_STATUSES = frozenset({500, 502, 503})
 """Before a first token these speak of the replica, not of the request."""
 _CLIENT_GONE = 499
@@ -118,14 +108,14 @@ class RouterApp:
             await send({"type": "websocket.close", "code": 1008})
             return
         path, method = scope["path"], scope["method"]
-        page = self._pages.find(path)
+        page, route = self._pages.find(path), routes.find(path)
         answer = _Answer(time.monotonic())
         try:
             if page is not None:
                 check_method(method, ("GET", "HEAD"))
                 await page(scope, send)
-            elif path in FORWARDED or path.startswith("/v1/"):
-                check_method(method, FORWARDED.get(path, ("GET", "POST")))
+            elif route is not None:
+                check_method(method, route[1])
                 await self._serve(scope, receive, send, answer)
             else:
                 raise errors.not_found(path)
@@ -142,7 +132,8 @@ class RouterApp:
             await send_error(send, errors.internal(type(error).__name__))
         finally:
             if page is None:
-                self._core.metrics.answered(path, answer.status, time.monotonic() - answer.began)
+                name = route[0] if route is not None else path
+                self._core.metrics.answered(name, answer.status, time.monotonic() - answer.began)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, answer: _Answer) -> None:
         headers = dict(scope["headers"])
@@ -160,13 +151,23 @@ class RouterApp:
         if rendered.prompts is None and rendered.reason != "path":
             self._core.metrics.not_rendered(rendered.reason)
         given_id = headers.get(b"x-request-id", b"")
-        return Query(
+        query = Query(
             request_id=given_id.decode() if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex,
             model=rendered.model or "",
             rendered=rendered,
             salt=salt(tenant, rendered.client_salt, self._secret),
             body_bytes=len(body),
         )
+        response = routes.stored_response(path) or rendered.previous_response_id
+        if response is not None:
+            query.only = await self._holder(response, query.salt)
+        return query
+
+    async def _holder(self, response: str, salt: str) -> str:
+        holder = await find_holder(self._core.directory, response, salt)
+        if holder is None:
+            raise errors.unknown_response(response)
+        return holder
 
     async def _answer(self, scope: Scope, body: bytes, query: Query, send: Send, answer: _Answer) -> None:
         """Place the request, and again elsewhere while replicas fail before their first token."""
@@ -196,7 +197,7 @@ class RouterApp:
             return await self._core.room.enter(
                 lambda: self._core.place(query),
                 limits.queue_timeout_s,
-                wants=(query.model, frozenset(query.tried)),
+                wants=(query.model, query.only, frozenset(query.tried)),
             )
         except QueueFullError as error:
             self._core.metrics.not_decided("queue_full")

@@ -41,6 +41,8 @@ class Rendered:
     """The body's `cache_salt`. It never reaches an engine; a tenant may use it to part its own KV."""
     n: int = 1
     """Choices per prompt."""
+    previous_response_id: str | None = None
+    """The stored response that a body for /v1/responses continues."""
 
 
 class Renderer(Protocol):
@@ -96,12 +98,14 @@ def untouched(body: bytes, reason: str) -> Rendered:
         return Rendered(None, None, reason)
     if fields.kv_transfer_params is not None:
         raise _reserved()
+    previous = fields.previous_response_id
     return Rendered(
         model=fields.model if isinstance(fields.model, str) else None,
         prompts=None,
         reason=reason,
         stream=fields.stream is True,
         client_salt=fields.cache_salt if isinstance(fields.cache_salt, str) else None,
+        previous_response_id=previous if isinstance(previous, str) else None,
     )
 
 
@@ -110,12 +114,14 @@ class _Peek(msgspec.Struct):
     stream: Any = None
     cache_salt: Any = None
     kv_transfer_params: Any = None
+    previous_response_id: Any = None
 
 
 def _reserved() -> errors.ApiError:
     """The field moves KV between engines, past the cluster's accounting and past its tenants."""
     return errors.bad_request(
-        "kv_transfer_params is for the cluster's own use; needed: a body without it", param="kv_transfer_params"
+        "kv_transfer_params is for the cluster's own use; needed: a body without it",
+        param="kv_transfer_params",
     )
 
 

@@ -16,6 +16,7 @@ from workers.engine import Engine
 from workers.http import ReplicaApp
 from workers.kv_events import KVEvent
 from workers.messages import ReplicaInfo, Role
+from workers.stored_responses import ResponseGuard
 
 _LOAD_PERIOD_S = 0.1
 _LOAD_SILENCE_S = 1.0
@@ -68,7 +69,7 @@ class HostedReplica:
             loses=self._loses,
         )
         self._tracker = ChunkTracker(identity, info.block_tokens, self._cache.chunk_tokens)
-        self.app = ReplicaApp(self.engine.app, self.publisher, self._secret)
+        self.app = ReplicaApp(ResponseGuard(self.engine.app), self.publisher, self._secret)
         self._on_kv_events(self._early)
         self._early = []
         self._reporter = asyncio.create_task(self._report_load())

@@ -57,7 +57,9 @@ def unpack_prompts(data: bytes, lengths: str) -> tuple[bytes, list[list[int]]]:
     counts = [int(n) for n in lengths.split(",")]
     size = 4 * sum(counts)
     if min(counts) < 0 or size > len(data):
-        raise ValueError(f"{LENGTHS_HEADER}: {lengths} asks for {size} bytes of token ids, the body has {len(data)}")
+        raise ValueError(
+            f"{LENGTHS_HEADER}: {lengths} asks for {size} bytes of token ids, the body has {len(data)}"
+        )
     tokens = array("I", data[len(data) - size :])
     prompts, start = [], 0
     for count in counts:

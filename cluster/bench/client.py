@@ -19,6 +19,7 @@ MAX_ATTEMPTS = 100
 _MAX_RETRY_AFTER_S = 60.0
 _ERROR_BODY_BYTES = 2000
 _CONNECT_TIMEOUT_S = 30.0
+_QUESTION_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
 
 class EndpointError(RuntimeError):
@@ -103,7 +104,9 @@ class Client:
         part = "prompt" if isinstance(planned.prompt, str) else "messages"
         try:
             async with self._session.post(
-                f"{self._target.url}/tokenize", json={"model": self._model, part: planned.prompt}
+                f"{self._target.url}/tokenize",
+                json={"model": self._model, part: planned.prompt},
+                timeout=_QUESTION_TIMEOUT,
             ) as answer:
                 return int((await answer.json())["count"]) if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
@@ -180,7 +183,7 @@ class Client:
     async def _get_json(self, path: str) -> Any:
         url = self._target.url + path
         try:
-            async with self._session.get(url) as answer:
+            async with self._session.get(url, timeout=_QUESTION_TIMEOUT) as answer:
                 if answer.status != 200:
                     raise EndpointError(f"{url} answered {answer.status}: {await _error_text(answer)}")
                 return await answer.json()

@@ -83,7 +83,9 @@ class Metrics(msgspec.Struct, frozen=True):
 
 
 def measure(
-    records: Sequence[RequestRecord], elapsed_s: float, goodput_ms: Mapping[GoodputMetric, float] | None = None
+    records: Sequence[RequestRecord],
+    elapsed_s: float,
+    goodput_ms: Mapping[GoodputMetric, float] | None = None,
 ) -> Metrics:
     """`elapsed_s` is positive where there are records; `goodput_ms` maps ttft, tpot, itl, e2el to a limit."""
     done = [record for record in records if record.outcome == "ok"]

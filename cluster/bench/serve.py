@@ -7,6 +7,7 @@ import contextlib
 import gc
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -39,23 +40,26 @@ def serve(config: BenchConfig, console: Console, save_requests: bool = False) ->
 
 async def _until_stopped(config: BenchConfig, console: Console, save_requests: bool) -> Served:
     stop = asyncio.Event()
-    with _on_signals(stop.set):
-        return await run_bench(config, console, stop, save_requests)
+    return await run_bench(config, console, stop, save_requests, lambda: _on_signals(stop.set))
 
 
 async def run_bench(
-    config: BenchConfig, console: Console, stop: asyncio.Event, save_requests: bool = False
+    config: BenchConfig,
+    console: Console,
+    stop: asyncio.Event,
+    save_requests: bool = False,
+    sending: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Served:
-    """As `serve`, within a loop; `stop` ends it early."""
+    """As `serve`, within a loop; `stop` ends it early. `sending` is around the time in which the load is sent."""
     planned = planned_requests(config.workload, config.num_requests, config.duration_s)
     progress = Progress(planned)
     async with Client(config.target, on_tokens=progress.on_chunks) as client:
         model = await client.find_model()
         config = config.model_copy(update={"target": config.target.model_copy(update={"model": model})})
         lengths = await _lengths(config, client)
-        await _warm_up(config, client, lengths, console, stop)
-        started = datetime.now(UTC)
-        with _steady_memory():
+        with sending(), _steady_memory():
+            await _warm_up(config, client, lengths, console, stop)
+            started = datetime.now(UTC)
             async with shown(progress, config.workload.kind, console):
                 outcome = await _run(config, client, lengths, progress, stop)
     errors = [record.error for record in outcome.records if record.error is not None]

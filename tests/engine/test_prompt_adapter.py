@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.render import CHAT_PATH, COMPLETIONS_PATH
 from cluster.render_vllm import VllmRenderer
+from router.render import CHAT_PATH, COMPLETIONS_PATH
 from tests.engine.conftest import CONTEXT, MODEL, TinyServer
 from tests.engine.test_render_vllm import FORMS, IMAGE, PARIS, USER
 from workers.request_record import RequestRecord, current_request

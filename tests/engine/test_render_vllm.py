@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cluster.render_vllm import VllmRenderer
 from router.errors import ApiError
 from router.render import CHAT_PATH, COMPLETIONS_PATH, Rendered
-from cluster.render_vllm import VllmRenderer
 from tests.engine.conftest import CONTEXT, MODEL, TinyServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]

@@ -16,10 +16,11 @@ import openai
 from cache_store.config import CacheConfig
 from cache_store.events import ChunkKey
 from cache_store.keys import chunk_keys, namespace
+from cluster.render_sim import SimRenderer
 from router.config import RouterConfig
 from router.core import RouterCore
-from router.http import FORWARDED, RouterApp, parse_cached
-from cluster.render_sim import SimRenderer
+from router.http import RouterApp, parse_cached
+from router.routes import ROUTES
 from workers.config import EngineConfig, ModelConfig, SimConfig
 from workers.hosted import HostedReplica
 from workers.messages import ReplicaInfo
@@ -199,7 +200,7 @@ class Cluster:
         return openai.AsyncOpenAI(base_url=f"{self.router.url}/v1", api_key=api_key, max_retries=0)
 
     async def add_router(self, nodes: Sequence[Node] | None = None) -> RouterNode:
-        core = RouterCore(self._config, SECRET, FORWARDED, self._clock)
+        core = RouterCore(self._config, SECRET, ROUTES, self._clock)
         renderer = SimRenderer(self._max_model_len)
         wakes: list[float] = []
 

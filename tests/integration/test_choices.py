@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from router.decision_log import replay

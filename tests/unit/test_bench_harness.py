@@ -163,15 +163,16 @@ def test_percentiles_are_samples():
 
 
 def test_cpu_seconds_counts_a_whole_process_tree():
-    burn = "import time\nwhile time.process_time() < 0.3: pass\n"
-    parent = f"import subprocess, sys\n{burn}\nc = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\nc.wait()"
+    burn = "import time\nwhile time.process_time() < 0.1: pass\n"
+    child = "subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
+    parent = f"import subprocess, sys\n{burn}{child}"
     process = subprocess.Popen([sys.executable, "-c", parent])
     try:
         deadline = time.monotonic() + 60
         while cpu_seconds(process.pid) < cpu_seconds(process.pid, tree=False) + 0.1:
             assert time.monotonic() < deadline, "the child's time was not counted"
             time.sleep(0.01)
-        assert cpu_seconds(process.pid, tree=False) >= 0.25
+        assert cpu_seconds(process.pid, tree=False) >= 0.05
     finally:
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()

@@ -76,7 +76,7 @@ def test_goodput_counts_requests_that_keep_every_limit() -> None:
     metrics = measure(TWO, 2.0, {"ttft": 150})
     assert metrics.request_goodput == 0.5
     assert measure(TWO, 2.0).request_goodput is None
-    assert is_good(TWO[0], {"ttft": 100, "itl": 150, "tpot": 150.0001, "e2el": 400})
+    assert is_good(TWO[0], {"ttft": 100, "itl": 150.001, "tpot": 150.001, "e2el": 400})
     assert not is_good(TWO[0], {"ttft": 150, "itl": 149})
     assert is_good(record(0.2), {"itl": 0, "tpot": 0})
 

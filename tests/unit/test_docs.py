@@ -13,9 +13,9 @@ import yaml
 from cluster.cli import app
 from cluster.config import ClusterConfig
 from cluster.config_docs import tables
+from router import routes
 from router.config import RouterConfig
 from router.core import RouterCore
-from router.http import FORWARDED
 from router.pages import Pages
 
 ROOT = Path(__file__).parents[2]
@@ -125,4 +125,4 @@ def test_endpoints_that_the_readme_promises_are_served() -> None:
     rows = [line.split("|")[1] for line in section[1].splitlines() if line.startswith("| `")]
     promised = {path for row in rows for path in re.findall(r"`(/[^`]*[^/`])`", row)}
     assert promised
-    assert sorted(path for path in promised if path not in FORWARDED and pages.find(path) is None) == []
+    assert sorted(path for path in promised if routes.find(path) is None and pages.find(path) is None) == []

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.render_sim import SimRenderer
 from router.errors import ApiError
 from router.render import CHAT_PATH, COMPLETIONS_PATH, Rendered
-from cluster.render_sim import SimRenderer
 from workers.sim.tokens import decode, encode, render_chat
 
 LIMIT = 4096

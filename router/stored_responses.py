@@ -1,0 +1,33 @@
+"""Finds the replica that holds a stored response: it lives in the memory of the engine that made it.
+
+Nothing is remembered here. The replicas are asked, so that any router finds what another one placed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+
+from router.directory import Directory
+from workers.messages import SALT_HEADER
+
+_PROBE_TIMEOUT_S = 5.0
+
+
+async def find_holder(directory: Directory, response: str, salt: str) -> str | None:
+    """Id of the replica that holds `response` for the tenant of `salt`; None where none does."""
+    replicas = [entry.info.id for entry in directory.ready()]
+    answers = await asyncio.gather(*(_holds(directory, replica, response, salt) for replica in replicas))
+    return next((replica for replica, holds in zip(replicas, answers, strict=True) if holds), None)
+
+
+async def _holds(directory: Directory, replica: str, response: str, salt: str) -> bool:
+    timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+    try:
+        async with directory.ask(
+            replica, f"/v1/responses/{response}", timeout, {SALT_HEADER: salt}
+        ) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False
