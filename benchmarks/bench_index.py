@@ -14,10 +14,8 @@ import tracemalloc
 from array import array
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks import decision_state, peers, ray_tree
-from benchmarks.harness import Report, percentile, timed
+from benchmarks.harness import Report, percentile, terminal, timed
 from benchmarks.index_workload import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -51,7 +49,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="sequences in the index")
     parser.add_argument("--decisions", type=int, default=200, help="decisions per number of replicas")
     options = parser.parse_args()
-    report, console = Report("index"), Console()
+    report, console = Report("index"), terminal()
     work = workload(options.sequences)
     with console.status("Dynamo's index"):
         dynamo = dynamo_figures(options.repeats, options.sequences)

@@ -31,10 +31,8 @@ def main() -> None:
 def measure(block_tokens: int, repeats: int, sequences: int) -> dict[str, float]:
     work = workload(sequences)
     tree = RadixTree()
-    number = 0
-    for sequence in work.background:
+    for number, sequence in enumerate(work.background):
         store(tree, number % REPLICAS, compute_block_hash_for_seq(sequence, block_tokens), number)
-        number += 1
     for replica in range(REPLICAS):
         # Equal content has equal ids on every replica, as its own event stream would say.
         store(tree, replica, compute_block_hash_for_seq(work.held(replica), block_tokens), -1)

@@ -85,7 +85,7 @@ class Report:
 
     def finish(self, console: Console | None = None, folder: Path = RESULTS) -> int:
         """Print the table, write `NAME.json`, and return what the process should exit with."""
-        console = console or Console(width=None if os.isatty(1) else 160)
+        console = console or terminal()
         console.print(_table(self))
         console.print(machine(), highlight=False, soft_wrap=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +95,11 @@ class Report:
         if self.failed:
             console.print(f"{len(self.failed)} of {len(self.figures)} figures do not hold", highlight=False)
         return 1 if self.failed and strict() else 0
+
+
+def terminal() -> Console:
+    """Where a benchmark prints; in a pipe wide enough for a table's rows to stay lines."""
+    return Console(width=None if os.isatty(1) else 180)
 
 
 def strict() -> bool:

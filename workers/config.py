@@ -46,6 +46,17 @@ class SimConfig(Section):
     max_model_len: int = Field(131_072, ge=1, description="Tokens of prompt and answer together at most.")
 
 
+_REFUSED_ARGS = {
+    "api-key": "a router would be refused too; give keys to router.tenants",
+    "api-server-count": "a replica has one server; use pools.replicas",
+    "data-parallel-size": "every rank has KV of its own that a router could not tell apart; use pools.replicas",
+    "headless": "a replica needs its own server",
+    "kv-events-config": "the replica sets it to learn what the engine holds",
+    "lora-modules": "model.adapters gives them, named by their content",
+}
+"""vLLM's arguments that can't work inside a replica, and why."""
+
+
 class EngineConfig(Section):
     """Which engine, and what it is started with."""
 
@@ -63,6 +74,16 @@ class EngineConfig(Section):
     stuck_after_s: float = Field(
         120.0, gt=0, description="An engine core that answers nothing for so long is replaced."
     )
+
+
+    @model_validator(mode="after")
+    def _fits_a_replica(self) -> Self:
+        for name, value in self.args.items():
+            reason = _REFUSED_ARGS.get(name.replace("_", "-"))
+            off = value in (None, False) or (name.replace("_", "-").endswith(("-size", "-count")) and value == 1)
+            if reason is not None and not off:
+                raise ValueError(f"args.{name} is {value!r}; needed: nothing, since {reason}")
+        return self
 
 
 class AutoscalingConfig(Section):

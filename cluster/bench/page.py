@@ -35,6 +35,7 @@ figcaption { font-weight: 600; font-size: 14px; } svg { display: block; width: 1
 svg text { font: 11px system-ui, sans-serif; fill: var(--dim); } .grid { stroke: var(--rule); stroke-width: 1; }
 .axis { stroke: var(--dim); stroke-width: 1; } .line { fill: none; stroke: var(--c); stroke-width: 2; }
 .line { stroke-linejoin: round; } .area { fill: var(--c); opacity: 0.15; } .bar { fill: var(--series-1); }
+.label { paint-order: stroke; stroke: var(--panel); stroke-width: 3px; }
 .mark { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 16px 4px 0; text-align: right; border-bottom: 1px solid var(--rule); vertical-align: top; }
@@ -128,7 +129,7 @@ def _histogram(result: BenchResult, name: str) -> str:
 def _shared_plots(results: Sequence[BenchResult]) -> Iterable[str]:
     for name in _PLOTTED:
         yield lines(
-            f"{figures.LATENCIES[name]}: part of all below a time",
+            f"{figures.LATENCIES[name]}, cumulated up to p99",
             "ms",
             "%",
             [

@@ -67,7 +67,7 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series], fill
 
 def histogram(title: str, x_label: str, y_label: str, bars: Sequence[Bar], marks: Sequence[Mark] = ()) -> str:
     ends = [each.start for each in bars] + [each.end for each in bars] or [0.0]
-    x, y = _scales(ends, [each.value for each in bars] or [0.0], from_zero=False)
+    x, y = _scales(ends, [each.value for each in bars] or [0.0], from_zero=False, headroom=1.2)
     parts = []
     for bar in bars:
         if bar.value:
@@ -83,7 +83,7 @@ def histogram(title: str, x_label: str, y_label: str, bars: Sequence[Bar], marks
             text_x = at - 4 if anchor == "end" else at + 4
             parts.append(f'<line class="mark" x1="{at}" x2="{at}" y1="{TOP}" y2="{y(0)}"/>')
             place = f'x="{text_x}" y="{TOP + 10 + 14 * row}"'
-            parts.append(f'<text {place} text-anchor="{anchor}">{escape(mark.name)}</text>')
+            parts.append(f'<text class="label" {place} text-anchor="{anchor}">{escape(mark.name)}</text>')
     return _frame(title, x_label, y_label, x, y, parts)
 
 
@@ -92,22 +92,24 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     if not high > low:
         return [low]
     step = 10.0 ** math.floor(math.log10((high - low) / most))
-    step *= next(factor for factor in (1, 2, 5, 10, 20) if (high - low) / (step * factor) <= most - 1)
+    step *= next(factor for factor in (1, 2, 2.5, 5, 10, 20) if (high - low) / (step * factor) <= most - 1)
     first = math.ceil(low / step - 1e-9)
     return [round(place * step, 10) for place in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _scales(xs: Sequence[float], ys: Sequence[float], from_zero: bool = True) -> tuple[_Scale, _Scale]:
+def _scales(
+    xs: Sequence[float], ys: Sequence[float], from_zero: bool = True, headroom: float = 1.06
+) -> tuple[_Scale, _Scale]:
     x_low = min(0.0, *xs) if from_zero else min(xs)
     x_high = max(xs) if max(xs) > x_low else x_low + 1
-    y_high = max(ys) * 1.06 or 1.0
+    y_high = max(ys) * headroom or 1.0
     return _Scale(x_low, x_high, LEFT, WIDTH - RIGHT), _Scale(0.0, y_high, HEIGHT - BOTTOM, TOP)
 
 
 def _frame(title: str, x_label: str, y_label: str, x: _Scale, y: _Scale, parts: Sequence[str]) -> str:
     base, middle = HEIGHT - BOTTOM, (HEIGHT - BOTTOM + TOP) / 2
     grid = []
-    for value in ticks(y.low, y.high, 5):
+    for value in ticks(y.low, y.high):
         grid.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>')
         grid.append(f'<text x="{LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{number(value)}</text>')
     for value in ticks(x.low, x.high):

@@ -101,12 +101,17 @@ def test_a_stop_ends_every_process_and_forgets_the_cluster(started: ClusterState
     assert processes.belonging_to(started.head, started.mark) == []
     assert state.find("test") is None
     assert not started.running
+    assert not Path(started.temp).exists()
+    assert list((ray_cluster.logs_of(started) / "logs").glob("gcs_server*"))
 
 
 def test_ray_and_serve_listen_on_the_loopback_address_only(started: ClusterState) -> None:
     assert started.head is not None
     port = ray_cluster.free_ports(1)[0]
     run_in(started, SERVES, str(port))
+    assert len(list(Path(started.temp).glob("h/*/admin.sock"))) == 1, (
+        "HAProxy's files are not the session's own"
+    )
     listening = [
         (member.name(), connection.laddr)
         for member in processes.belonging_to(started.head, started.mark)

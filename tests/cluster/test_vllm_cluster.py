@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -34,7 +36,7 @@ from workers.messages import SNAPSHOT_PATH
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(300)]
 
 BLOCK, CHUNK, CONTEXT = 32, 64, 8192
-KV_TOKENS = 12 * 1024
+KV_TOKENS = 9 * 1024
 KV_BYTES_PER_TOKEN = 512
 
 
@@ -49,6 +51,8 @@ def cluster(deploy_vllm: Callable[..., Deployed], tmp_path_factory: pytest.TempP
         "kv-cache-memory-bytes": KV_TOKENS * KV_BYTES_PER_TOKEN,
         "max-loras": 2,
         "max-lora-rank": 8,
+        # A random model would fill an answer with the blanks that a grammar allows.
+        "structured-outputs-config": {"disable_any_whitespace": True, "backend": "xgrammar"},
     }
     cluster = deploy_vllm(
         model={"adapters": adapters},
@@ -164,13 +168,13 @@ def test_the_index_promises_what_vllm_holds_while_blocks_are_evicted(
     cluster: Deployed, words: Callable[[int], list[int]]
 ) -> None:
     random = Random(11)
-    stems = [words(1400) for _ in range(24)]
+    stems = [words(1400) for _ in range(32)]
     asked: set[ChunkKey] = set()
     hits = losses = 0
     longest: dict[tuple[str, int], int] = {}
-    for _ in range(90):
+    for _ in range(120):
         number = min(random.randrange(len(stems)), random.randrange(len(stems)))
-        length = random.randrange(20) * CHUNK + random.choice((1, 5, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK))
+        length = random.randrange(6, 20) * CHUNK + random.choice((1, 5, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK))
         prompt = stems[number][:length] + words(random.choice((0, 0, 1, 90)))
         answer = served(cluster, prompt)
         check_promise(answer)
@@ -191,8 +195,12 @@ def test_the_index_is_exact_again_after_a_storm(cluster: Deployed, words: Callab
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda prompt: complete(cluster, prompt, max_tokens=20), prompts))
     assert [answer.status_code for answer in answers] == [200] * len(prompts)
-    fence = served(cluster, words(2 * CHUNK)), served(cluster, words(2 * CHUNK))
-    assert len({answer.replica for answer in fence}) == 2
+    for replica in cluster.replicas():
+        # Once this is known of a replica, so is all that happened in it before.
+        fence = words(2 * CHUNK)
+        body = {"model": "tiny", "prompt": fence, "max_tokens": 1}
+        assert cluster.ask_replica(replica, "POST", "/v1/completions", json=body).status_code == 200
+        settle(cluster, replica["id"], fence, tenant="")
 
     def exact() -> bool:
         replicas = cluster.replicas()
@@ -298,23 +306,22 @@ def test_kv_transfer_parameters_of_a_client_are_refused(cluster: Deployed) -> No
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
 def test_a_client_that_leaves_stops_vllm_within_a_second(cluster: Deployed, stream: bool) -> None:
     body = {"model": "tiny", "prompt": "never stop", "max_tokens": 8000, "ignore_eos": True, "stream": stream}
+    cores = [engine_core(pid) for pid in cluster.pids("unified").values()]
 
     def busy() -> int:
         return sum(r["running"] + r["waiting"] for r in cluster.replicas())
 
+    def computing() -> bool:
+        return any(core.cpu_percent(interval=0.1) > 30 for core in cores)
+
     wait_for("idle engines", lambda: busy() == 0)
-    # Closing the client closes its connection, whatever a thread is waiting for on it.
-    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=cluster.endpoint, timeout=60) as leaving:
-        leaving.headers["authorization"] = "Bearer key-a"
-        if stream:
-            with leaving.stream("POST", "/v1/completions", json=body) as answer:
-                next(answer.iter_bytes())
-                wait_for("a busy engine", lambda: busy() == 1)
-        else:
-            answered = pool.submit(leaving.post, "/v1/completions", json=body, timeout=2)
-            wait_for("a busy engine", lambda: busy() == 1)
-            assert isinstance(answered.exception(timeout=10), httpx.ReadTimeout)
-        wait_for("idle engines", lambda: busy() == 0, 2.0)
+    with socket.create_connection(("127.0.0.1", cluster.config.http.port)) as client:
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: manta\r\nauthorization: Bearer key-a\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        client.sendall(head.encode() + data)
+        wait_for("a busy engine", lambda: busy() == 1 and computing())
+    wait_for("idle engines", lambda: busy() == 0 and not computing(), 2.0)
 
 
 # What vLLM's server offers, through the router.
@@ -405,19 +412,22 @@ def test_a_chat_without_messages_is_refused(cluster: Deployed) -> None:
     assert "messages" in json.dumps(answer.json()["error"])
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(cluster: Deployed, path: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(
+    cluster: Deployed, words: Callable[[int], list[int]]
+) -> None:
     text = "seven " * CONTEXT
-    body: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
-    body |= (
-        {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
-    )
-    answer = cluster.http.post(path, json=body)
-    tokens = cluster.http.post("/tokenize", json={"model": "tiny", **body}).json()["count"]
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert str(CONTEXT) in message
-    assert str(tokens) in message
+    bodies = {
+        "/v1/completions": ({"prompt": text}, {"prompt": words(CONTEXT + 9)}),
+        "/v1/chat/completions": ({"messages": [{"role": "user", "content": text}]},),
+    }
+    for path, forms in bodies.items():
+        for form in forms:
+            answer = cluster.http.post(path, json={"model": "tiny", "max_tokens": 1, **form})
+            assert answer.status_code == 400
+            # vLLM stops counting a text one token past the limit, and says "at least".
+            numbers = {int(number) for number in re.findall(r"\d+", answer.json()["error"]["message"])}
+            assert CONTEXT in numbers
+            assert max(numbers) > CONTEXT
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

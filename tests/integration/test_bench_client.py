@@ -130,7 +130,7 @@ async def test_shared_prefixes_are_found_again_and_counted(one_replica: Cluster)
 
 @pytest.mark.parametrize("target", [{}, COMPLETIONS, {**COMPLETIONS, "prompt_form": "ids"}])
 async def test_a_conversation_is_served_from_its_own_history(
-    cluster: Cluster, target: dict[str, Any]
+    one_replica: Cluster, target: dict[str, Any]
 ) -> None:
     planned = config(
         one_replica.router.url,

@@ -117,3 +117,18 @@ def test_a_configuration_can_not_be_changed_after_it_was_read() -> None:
 def test_the_served_name_is_the_last_part_of_the_path_unless_given() -> None:
     assert ClusterConfig.parse({"model": {"path": "/models/tiny/"}}).served_name == "tiny"
     assert ClusterConfig.parse({"model": {"path": "org/model", "name": "chat"}}).served_name == "chat"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("data-parallel-size", 2), ("data_parallel_size", 2), ("api-key", "k"), ("headless", True), ("lora-modules", ["a=b"])],
+)
+def test_arguments_that_cannot_work_inside_a_replica_are_refused_with_the_reason(name: str, value: Any) -> None:
+    said = refusal(VALID | {"engine": {"args": {name: value}}})
+    assert f"args.{name} is {value!r}" in said
+    assert "since" in said
+
+
+def test_refused_arguments_at_the_value_that_changes_nothing_are_taken() -> None:
+    args = {"data-parallel-size": 1, "headless": False, "api-key": None}
+    assert ClusterConfig.parse(VALID | {"engine": {"args": args}}).engine.args == args
