@@ -23,6 +23,8 @@ from cluster.state import ClusterState
 
 HOST = "127.0.0.1"
 HEAD_LOG = "head.log"
+RAY_FOLDER = "r"
+"""Below the session's folder, which stays its user's own: Ray opens its folder to everyone."""
 STARTED_LINE = "Ray runtime started"
 SHORT_FOLDER = "/tmp"
 """Where a session's folder is made: Ray and Serve put sockets up to 90 bytes deep below it, and 107 is the limit."""
@@ -151,7 +153,7 @@ def _keep_logs(cluster: ClusterState) -> None:
     shutil.rmtree(kept, ignore_errors=True)
     # A head that failed at once has written none.
     with suppress(OSError):
-        shutil.copytree(Path(cluster.temp, "session_latest", "logs"), kept / "logs")
+        shutil.copytree(Path(cluster.temp, RAY_FOLDER, "session_latest", "logs"), kept / "logs")
     with suppress(OSError):
         shutil.copy(Path(cluster.temp, HEAD_LOG), kept)
     shutil.rmtree(cluster.temp, ignore_errors=True)
@@ -181,7 +183,7 @@ def _command(config: ClusterConfig, temp: Path) -> list[str]:
     options: dict[str, object] = {
         "node-ip-address": HOST,
         "port": ray.port,
-        "temp-dir": temp,
+        "temp-dir": temp / RAY_FOLDER,
         "object-store-memory": ray.object_store_mib << 20,
         "ray-client-server-port": client,
         "dashboard-agent-listen-port": agent,

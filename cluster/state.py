@@ -27,7 +27,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     mark: str = ""
     """Value of `processes.MARK` in the environment of everything that the head started."""
     temp: str = ""
-    """Ray's folder: logs and sockets of the session."""
+    """The session's folder: Ray's logs and sockets, HAProxy's files."""
     stopping: bool = False
     """Someone stops it at this moment, or was interrupted at it."""
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cache_store.node_address import keep_serve_on_node
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.http import RouterApp
@@ -22,6 +23,7 @@ from router.routes import ROUTES
 from router.shared_core import DEPLOYMENT, share
 
 logger = logging.getLogger(__name__)
+keep_serve_on_node()
 
 
 class RouterSpec(BaseModel):

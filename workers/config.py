@@ -75,12 +75,13 @@ class EngineConfig(Section):
         120.0, gt=0, description="An engine core that answers nothing for so long is replaced."
     )
 
-
     @model_validator(mode="after")
     def _fits_a_replica(self) -> Self:
         for name, value in self.args.items():
             reason = _REFUSED_ARGS.get(name.replace("_", "-"))
-            off = value in (None, False) or (name.replace("_", "-").endswith(("-size", "-count")) and value == 1)
+            off = value in (None, False) or (
+                name.replace("_", "-").endswith(("-size", "-count")) and value == 1
+            )
             if reason is not None and not off:
                 raise ValueError(f"args.{name} is {value!r}; needed: nothing, since {reason}")
         return self

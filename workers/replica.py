@@ -14,12 +14,14 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 
 from cache_store.config import CacheConfig
+from cache_store.node_address import keep_serve_on_node, node_address
 from workers.config import EngineConfig, ModelConfig, PoolConfig
 from workers.hosted import HostedReplica
 from workers.messages import SECRET_HEADER
 from workers.server import AppServer, bound_socket
 
 logger = logging.getLogger(__name__)
+keep_serve_on_node()
 
 
 class ReplicaSpec(BaseModel):
@@ -44,7 +46,7 @@ class Replica:
         self._sick: set[str] = set()
         self._hosted = self._make_hosted()
         await asyncio.gather(*(hosted.start() for hosted in self._hosted))
-        host = ray.util.get_node_ip_address()
+        host = node_address()
         node = ray.get_runtime_context().get_node_id()
         self._server = AppServer(
             [hosted.app for hosted in self._hosted], [bound_socket(host) for _ in self._hosted]

@@ -46,7 +46,7 @@ def request_gaps(source: random.Random, rate: float, burstiness: float, count: i
 
 
 def _gap(source: random.Random, rate: float, burstiness: float) -> float:
-    if math.isinf(burstiness):
+    if math.isinf(burstiness) or math.isinf(rate):
         return 1 / rate
     return source.gammavariate(burstiness, 1 / (rate * burstiness))
 

@@ -144,6 +144,8 @@ class Client:
                 else:
                     error = f"HTTP {status}: {await _error_text(response)}"
                     retry_after_s = _retry_after_s(headers) if status == 429 else None
+        except aiohttp.ConnectionTimeoutError as problem:
+            error = f"connection: {problem}"
         except TimeoutError:
             error = f"timeout: not complete after {self._target.timeout_s:g} s"
         except AnswerError as problem:

@@ -83,11 +83,11 @@ class Arrival(Section):
         le=MAX_CONCURRENCY,
         description="Closed: sessions at a time. Else: bound on requests in flight.",
     )
-    rate: float | None = Field(None, gt=0, description="Requests per second.")
+    rate: float | None = Field(None, gt=0, description="Requests per second; inf sends all at once.")
     burstiness: float = Field(
         1.0,
         gt=0,
-        description="Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts.",
+        description="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts, inf is an even beat.",
     )
 
     @model_validator(mode="after")

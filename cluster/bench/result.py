@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -111,4 +112,7 @@ def _distributions(records: Sequence[RequestRecord]) -> dict[str, Distribution]:
 def _public(config: BenchConfig) -> dict[str, Any]:
     fields: dict[str, Any] = config.model_dump(mode="json")
     fields["target"]["headers"] = dict.fromkeys(config.target.headers, "(not saved)")
+    for name, value in fields["arrival"].items():
+        if isinstance(value, float) and math.isinf(value):
+            fields["arrival"][name] = "inf"  # JSON has no number for it
     return fields

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from cluster.bench.arrivals import arriving
@@ -91,10 +92,8 @@ class Runner:
                     return
                 await self._session(self._conversation(session), session, None, self._now())
 
-        users = [
-            asyncio.create_task(user()) for _ in range(config.arrival.concurrency or DEFAULT_CONCURRENCY)
-        ]
-        await _all(users)
+        users = config.arrival.concurrency or DEFAULT_CONCURRENCY
+        await _all({asyncio.create_task(user()) for _ in range(users)})
 
     async def _open(self) -> None:
         """Sessions start at their times, however many are open."""
@@ -104,7 +103,7 @@ class Runner:
             sessions(config.workload, config.seed, planned), config.arrival, config.seed, planned
         )
         room = asyncio.Semaphore(_MAX_OPEN_SESSIONS)
-        open_sessions: set[asyncio.Task[None]] = set()
+        opened: set[asyncio.Task[None]] = set()
         try:
             for at_s, session in waiting:
                 conversation = self._conversation(session)
@@ -117,11 +116,12 @@ class Runner:
                     break
                 await room.acquire()
                 task = asyncio.create_task(self._session(conversation, session, first, at_s))
-                open_sessions.add(task)
-                task.add_done_callback(open_sessions.discard)
+                opened.add(task)
+                task.add_done_callback(opened.discard)
                 task.add_done_callback(lambda _: room.release())
+            await _all(opened)
         finally:
-            await _all(list(open_sessions), cancel=asyncio.current_task().cancelling() > 0)  # type: ignore[union-attr]
+            await _end(opened)
 
     def _conversation(self, session: Session) -> Conversation:
         return Conversation(session, self._writer, self._config.target)
@@ -216,12 +216,16 @@ def warmup_config(config: BenchConfig) -> BenchConfig:
     )
 
 
-async def _all(tasks: list[asyncio.Task[None]], cancel: bool = False) -> None:
+async def _all(tasks: AbstractSet[asyncio.Task[None]]) -> None:
     """Wait for all; when cancelled, or when one fails, none is left behind."""
     try:
-        if not cancel:
-            await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
+
+
+async def _end(tasks: AbstractSet[asyncio.Task[None]]) -> None:
+    left = list(tasks)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

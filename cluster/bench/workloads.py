@@ -114,7 +114,10 @@ def _random_lengths(workload: RandomLengths, seed: int) -> Iterator[Session]:
 
 
 def _trace(workload: TraceReplay) -> Iterator[Session]:
-    rows = itertools.islice(read_trace(workload.path), workload.limit)
+    # Read whole, so that a bad row is found before anything is sent.
+    rows = list(
+        itertools.islice(read_trace(workload.path), min(workload.limit or MAX_REQUESTS, MAX_REQUESTS))
+    )
     for number, request in enumerate(
         replay(rows, workload.time_scale, workload.length_scale, workload.max_input_tokens)
     ):

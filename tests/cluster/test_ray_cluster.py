@@ -88,6 +88,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 def test_a_stop_ends_every_process_and_forgets_the_cluster(started: ClusterState) -> None:
     assert started.head is not None
     escaped, address = run_in(started, ESCAPES)
+    assert Path(started.temp).stat().st_mode & 0o077 == 0, "others can reach the session's files"
     assert address == "127.0.0.1"
     members = processes.belonging_to(started.head, started.mark)
     assert {started.head.pid, int(escaped)} < {member.pid for member in members}

@@ -41,9 +41,13 @@ def application(ray_head: ClusterState, http_port: int) -> Iterator[dict[str, An
 
 def run(application: dict[str, Any], head: ClusterState, port: int, folder: Path) -> None:
     file = folder / "serve.yaml"
-    file.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}))
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", head.ray_address, str(file)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    http = {"host": "127.0.0.1", "port": port}
+    file.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking"]
+    command += ["--address", head.ray_address, str(file)]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -57,7 +61,9 @@ def test_one_file_deploys_and_its_user_config_changes_live(
         return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
     def pids() -> set[int]:
-        deployments = serve.context._get_global_client().get_serve_details()["applications"]["by-file"]["deployments"]
+        deployments = serve.context._get_global_client().get_serve_details()["applications"]["by-file"][
+            "deployments"
+        ]
         return {replica["pid"] for name in deployments for replica in deployments[name]["replicas"]}
 
     def ready() -> bool:

@@ -14,8 +14,11 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
+from cluster import processes
+from cluster.state import ClusterState
 from router import decision_log
 from router.config import PolicyConfig
 from router.policy import policy_from
@@ -72,11 +75,25 @@ def test_status_names_routers_and_replicas(cluster: Deployed) -> None:
     assert all(replica["address"].startswith("127.0.0.1:") for replica in status["replicas"])
 
 
+def test_everything_listens_on_this_machine_only(cluster: Deployed, ray_head: ClusterState) -> None:
+    assert ray_head.head is not None
+    listening = [
+        (process.name(), connection.laddr.ip)
+        for process in processes.belonging_to(ray_head.head, ray_head.mark)
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert any(name.startswith("ray::ServeReplica") for name, _ in listening)
+    assert [one for one in listening if one[1].removeprefix("::ffff:") != "127.0.0.1"] == []
+
+
 def test_simultaneous_distinct_prompts_spread_evenly(cluster: Deployed) -> None:
     def ask(number: int) -> str:
         prompt = [number * 100_000 + i for i in range(8000)]
         body = {"model": "sim", "prompt": prompt, "max_tokens": 4}
-        return httpx.post(f"{cluster.endpoint}/v1/completions", json=body, timeout=120).headers["x-manta-replica"]
+        return httpx.post(f"{cluster.endpoint}/v1/completions", json=body, timeout=120).headers[
+            "x-manta-replica"
+        ]
 
     with ThreadPoolExecutor(64) as pool:
         answered = list(pool.map(ask, range(64)))
@@ -90,7 +107,9 @@ def test_handle_calls_choose_as_http_does(cluster: Deployed) -> None:
     for prompt in prompts:
         cluster.http.post("/v1/chat/completions", json=chat(prompt))
     handle = cluster.handle()
-    answers = [handle.call.remote("/v1/chat/completions", chat(prompt)).result(timeout_s=60) for prompt in prompts]
+    answers = [
+        handle.call.remote("/v1/chat/completions", chat(prompt)).result(timeout_s=60) for prompt in prompts
+    ]
     assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in answers)
 
     log = decision_log.load(io.BytesIO(cluster.decisions()))
@@ -102,7 +121,9 @@ def test_handle_calls_choose_as_http_does(cluster: Deployed) -> None:
 
 
 def test_streams_of_handle_calls_are_the_servers_bytes(cluster: Deployed) -> None:
-    stream = cluster.handle().options(stream=True).stream.remote("/v1/chat/completions", chat("hi", stream=True))
+    stream = (
+        cluster.handle().options(stream=True).stream.remote("/v1/chat/completions", chat("hi", stream=True))
+    )
     data = b"".join(stream)
     assert data.endswith(b"data: [DONE]\n\n")
 
@@ -139,12 +160,16 @@ def test_a_client_that_leaves_frees_the_engine_within_a_second(cluster: Deployed
 def test_errors_come_through_haproxy_in_openais_shape(cluster: Deployed) -> None:
     unknown = cluster.http.post("/v1/chat/completions", json=chat("x", model="other"))
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFoundError")
-    malformed = cluster.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
+    malformed = cluster.http.post(
+        "/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}
+    )
     assert malformed.status_code == 400
     assert malformed.json()["error"]["message"]
     empty = cluster.http.post("/v1/chat/completions", json=chat("x", messages=[]))
     assert empty.status_code == 400
-    large = cluster.http.post("/v1/completions", json={"model": "sim", "prompt": "x" * 560_000, "max_tokens": 1})
+    large = cluster.http.post(
+        "/v1/completions", json={"model": "sim", "prompt": "x" * 560_000, "max_tokens": 1}
+    )
     assert large.status_code == 400
     assert "131072" in large.json()["error"]["message"]
     assert "140000" in large.json()["error"]["message"]
@@ -172,7 +197,10 @@ def test_killed_replicas_leave_their_requests_to_others(deploy_sim: Callable[...
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(ask, number) for number in range(4)]
         started.wait()
-        wait_for("requests at the victim", lambda: at(cluster, victim)["waiting"] + at(cluster, victim)["running"] > 0)
+        wait_for(
+            "requests at the victim",
+            lambda: at(cluster, victim)["waiting"] + at(cluster, victim)["running"] > 0,
+        )
         os.kill(pid, signal.SIGKILL)
         results = [answer.result() for answer in answers]
     assert [result.status_code for result in results] == [200] * 4
@@ -304,7 +332,13 @@ def test_forwarded_streams_alone_scale_a_pool_up_and_down(deploy_sim: Callable[.
 
 
 def test_a_pool_at_zero_starts_for_a_request_that_waits(deploy_sim: Callable[..., Deployed]) -> None:
-    scaling = {"min_replicas": 0, "max_replicas": 1, "target_requests": 2, "downscale_delay_s": 1, "look_back_s": 2}
+    scaling = {
+        "min_replicas": 0,
+        "max_replicas": 1,
+        "target_requests": 2,
+        "downscale_delay_s": 1,
+        "look_back_s": 2,
+    }
     pool = {"role": "unified", "replicas": 0, "drain_timeout_s": 5, "autoscaling": scaling}
     cluster = deploy_sim(pools=[pool])
     wait_for("an empty pool", lambda: cluster.replicas() == [], 60)

@@ -319,7 +319,11 @@ def test_a_client_that_leaves_stops_vllm_within_a_second(cluster: Deployed, stre
         data = json.dumps(body).encode()
         head = "POST /v1/completions HTTP/1.1\r\nhost: manta\r\nauthorization: Bearer key-a\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-        client.sendall(head.encode() + data)
+        # Head and body apart, as most client libraries send them.
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.sendall(head.encode())
+        for byte in data:
+            client.sendall(bytes([byte]))
         wait_for("a busy engine", lambda: busy() == 1 and computing())
     wait_for("idle engines", lambda: busy() == 0 and not computing(), 2.0)
 

@@ -99,7 +99,6 @@ async def test_a_body_of_untold_length_is_cut_off_at_the_limit(cluster: Cluster)
         ("GET", CHAT, "POST"),
         ("DELETE", "/v1/models", "GET"),
         ("POST", "/healthz", "GET, HEAD"),
-        
     ],
 )
 async def test_a_wrong_method_is_answered_with_those_allowed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.bench.metrics import distribution, is_good, measure, percentile, stat
@@ -111,6 +111,7 @@ def test_of_nothing_everything_is_zero() -> None:
 values = st.lists(st.floats(0, 1e4), min_size=1, max_size=60)
 
 
+@settings(deadline=None)
 @given(values, st.floats(0, 100))
 def test_percentiles_are_numpys(seconds: list[float], percent: float) -> None:
     assert percentile(sorted(seconds), percent) == pytest.approx(
@@ -118,6 +119,7 @@ def test_percentiles_are_numpys(seconds: list[float], percent: float) -> None:
     )
 
 
+@settings(deadline=None)
 @given(values)
 def test_statistics_are_numpys(seconds: list[float]) -> None:
     found = stat(seconds)
@@ -126,6 +128,7 @@ def test_statistics_are_numpys(seconds: list[float]) -> None:
     assert found.p99 == pytest.approx(float(numpy.percentile(seconds, 99)) * 1000)
 
 
+@settings(deadline=None)
 @given(values)
 def test_a_histogram_holds_every_value(seconds: list[float]) -> None:
     shape = distribution(seconds)
@@ -134,6 +137,7 @@ def test_a_histogram_holds_every_value(seconds: list[float]) -> None:
     assert len(shape.curve) == 101
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -12,14 +12,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cluster.bench import figures
 from cluster.bench.cli import app
 from cluster.bench.config import BenchConfigError, bench_config
-from cluster.bench.figures import number, settings
+from cluster.bench.figures import number
 from cluster.bench.lengths import Lengths
 from cluster.bench.page import comparison_page, result_page
 from cluster.bench.plots import ticks
@@ -202,12 +203,13 @@ def test_a_url_may_end_in_v1() -> None:
 
 
 def test_settings_leave_out_what_was_not_set() -> None:
-    shown = dict(settings(result().config))
+    shown = dict(figures.settings(result().config))
     assert shown["workload.kind"] == "random"
     assert shown["goodput"] == "{'ttft': 500.0}"
     assert "duration_s" not in shown
 
 
+@settings(deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_ticks_are_few_and_within(low: float, width: float) -> None:
     found = ticks(low, low + width)
@@ -223,3 +225,9 @@ def test_ticks_are_few_and_within(low: float, width: float) -> None:
 )
 def test_numbers_have_three_digits_or_are_whole(value: float, text: str) -> None:
     assert number(value) == text
+
+
+def test_an_even_beat_survives_the_file(tmp_path: Path) -> None:
+    measured = result(arrival={"kind": "poisson", "rate": 2, "burstiness": "inf"})
+    save_result(measured, tmp_path / "a.json")
+    assert load_result(tmp_path / "a.json").config["arrival"]["burstiness"] == "inf"

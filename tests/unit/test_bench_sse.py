@@ -6,7 +6,7 @@ import itertools
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.bench import answer as answers
@@ -36,6 +36,7 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
+@settings(deadline=None)
 @given(payloads, st.sampled_from([b"\n", b"\r\n", b"\r"]), st.lists(st.integers(0, 400), max_size=12))
 def test_events_are_the_same_wherever_the_stream_is_cut(
     parts: list[bytes], end: bytes, cuts: list[int]
@@ -49,6 +50,7 @@ def test_events_are_the_same_wherever_the_stream_is_cut(
     assert not parser.pending
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 300))
 def test_any_bytes_give_the_same_events_in_one_piece_or_two(data: bytes, cut: int) -> None:
     whole, halves = EventParser(), EventParser()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.bench.arrivals import arriving, request_gaps
@@ -66,6 +66,7 @@ def test_a_stream_is_the_same_in_every_process() -> None:
     assert outputs == {str(PromptWriter(7).ids([Span("a", 50), Span("b", 3)])).encode() + b"\n"}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), max_size=6), st.integers(0, 3))
 def test_a_prompt_has_exactly_the_tokens_of_its_spans_in_both_forms(
     spans: list[tuple[str, int]], seed: int
@@ -78,6 +79,7 @@ def test_a_prompt_has_exactly_the_tokens_of_its_spans_in_both_forms(
     assert text.split() == ["".join(text[at + 1 : at + 4]) for at in range(0, len(text), 4)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_a_shorter_span_is_the_start_of_a_longer_one_whichever_is_written_first(one: int, other: int) -> None:
     writer = PromptWriter(0)
@@ -187,6 +189,7 @@ def test_random_lengths_stay_in_their_range_and_share_nothing() -> None:
     assert len({session.turns[0].spans[0].stream for session in planned}) == 500
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 7))
 def test_a_run_has_exactly_the_requests_asked_for(requests: int, turns: int) -> None:
     planned = list(sessions(MultiTurn(conversations=2, turns=turns), 0, requests))
@@ -217,6 +220,7 @@ def test_equal_blocks_of_a_trace_are_equal_text_and_different_ones_are_not(tmp_p
     assert [session.start_s for session in (first, second, third)] == [0, 0.5, 2]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=2, max_size=6),
     st.sampled_from([1.0, 0.25, 0.01]),
@@ -271,6 +275,7 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
         list(sessions(TraceReplay(path=tmp_path / "nowhere.jsonl"), 0))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.floats(0.1, 500), st.floats(0.2, 5), st.integers(0, 99))
 def test_gaps_of_a_known_number_of_requests_add_up_to_the_rate(
     count: int, rate: float, burstiness: float, seed: int
@@ -292,6 +297,10 @@ def test_burstiness_is_the_shape_of_the_gaps() -> None:
 
 def test_infinite_burstiness_is_an_even_beat() -> None:
     assert request_gaps(random.Random(0), 4, float("inf"), 3) == pytest.approx([0.25] * 3)
+
+
+def test_an_infinite_rate_sends_all_at_once() -> None:
+    assert request_gaps(random.Random(0), float("inf"), 1.0, 3) == [0.0, 0.0, 0.0]
 
 
 def test_sessions_of_several_turns_come_at_the_rate_of_their_requests() -> None:

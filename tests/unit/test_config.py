@@ -121,9 +121,17 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("data-parallel-size", 2), ("data_parallel_size", 2), ("api-key", "k"), ("headless", True), ("lora-modules", ["a=b"])],
+    [
+        ("data-parallel-size", 2),
+        ("data_parallel_size", 2),
+        ("api-key", "k"),
+        ("headless", True),
+        ("lora-modules", ["a=b"]),
+    ],
 )
-def test_arguments_that_cannot_work_inside_a_replica_are_refused_with_the_reason(name: str, value: Any) -> None:
+def test_arguments_that_cannot_work_inside_a_replica_are_refused_with_the_reason(
+    name: str, value: Any
+) -> None:
     said = refusal(VALID | {"engine": {"args": {name: value}}})
     assert f"args.{name} is {value!r}" in said
     assert "since" in said

@@ -39,6 +39,7 @@ CACHE_STORE = (
     "cache_store.config",
     "cache_store.events",
     "cache_store.keys",
+    "cache_store.node_address",
     "cache_store.stream",
     "cache_store.client",
 )
