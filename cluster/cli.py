@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster import interrupts, state
+from cluster.bench.cli import app as bench_app
 from cluster.check import Finding, check, ports
 from cluster.config import ClusterConfig, ConfigError
 from cluster.machine import probe
@@ -27,6 +28,7 @@ NOT_RUNNING = 3
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 model_app = typer.Typer(no_args_is_help=True, help="Small models that come inside a Python package.")
 app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A Manta configuration, YAML.")]
 Name = Annotated[str | None, typer.Option(help="Which cluster, where several run on this machine.")]

@@ -72,7 +72,8 @@ for argument in "$@"; do
     [ "$previous" = -f ] && sed -i -E 's/^( *bind +)[*]?:/\\1{host}:/' "$argument"
     previous="$argument"
 done
-exec '{haproxy}' "$@"
+# -dS: with splicing on, HAProxy 2.8 does not see that a client has left whose head and body came apart.
+exec '{haproxy}' -dS "$@"
 """
 
 

@@ -39,6 +39,8 @@ class HostedReplica:
         self.role: Role = role
         self.engine = engine
         self.draining = False
+        self.sick = False
+        """The last health check failed. Serve takes a while to replace a replica; nothing new should come meanwhile."""
         self._cache = cache
         self._secret = secret
         self._loses = loses
@@ -103,7 +105,7 @@ class HostedReplica:
             prefill_rate=now.prefill_rate,
             decode_rate=now.decode_rate,
             http_requests=self.app.open_requests,
-            draining=self.draining,
+            draining=self.draining or self.sick,
         )
 
     async def _report_load(self) -> None:

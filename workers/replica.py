@@ -43,7 +43,6 @@ class Replica:
     async def __init__(self, spec: dict[str, Any]) -> None:  # type: ignore[misc]
         self._spec = ReplicaSpec.model_validate(spec)
         self._server: AppServer | None = None
-        self._sick: set[str] = set()
         self._hosted = self._make_hosted()
         await asyncio.gather(*(hosted.start() for hosted in self._hosted))
         host = node_address()
@@ -96,7 +95,8 @@ class Replica:
         checks = (hosted.engine.check_health() for hosted in self._hosted)
         found = zip(self._hosted, await asyncio.gather(*checks, return_exceptions=True), strict=True)
         errors = {hosted.id: error for hosted, error in found if error is not None}
-        self._sick = set(errors)
+        for hosted in self._hosted:
+            hosted.sick = hosted.id in errors
         for error in errors.values():
             raise error
 
@@ -104,7 +104,7 @@ class Replica:
         # What waits for a sick engine is not going to end; cut off, a router tries it elsewhere.
         left = await asyncio.gather(
             *(
-                hosted.drain(0 if hosted.id in self._sick else self._spec.pool.drain_timeout_s)
+                hosted.drain(0 if hosted.sick else self._spec.pool.drain_timeout_s)
                 for hosted in getattr(self, "_hosted", ())
             )
         )

@@ -14,6 +14,7 @@ import msgspec
 
 from cluster.bench.answer import AnswerError, StreamedAnswer
 from cluster.bench.config import Target
+from cluster.bench.conversation import Planned
 
 MAX_ATTEMPTS = 100
 _MAX_RETRY_AFTER_S = 60.0
@@ -24,15 +25,6 @@ _QUESTION_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
 class EndpointError(RuntimeError):
     """The endpoint can't be benchmarked. The message says what was asked and what came."""
-
-
-class Planned(NamedTuple):
-    """A request, ready to be sent."""
-
-    prompt: str | list[int] | list[dict[str, str]]
-    """Text or token ids for completions, messages for a chat."""
-    input_tokens: int
-    output_tokens: int
 
 
 class Answered(NamedTuple):

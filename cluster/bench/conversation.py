@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from cluster.bench.client import Planned
+from typing import NamedTuple
+
 from cluster.bench.config import Target
 from cluster.bench.prompts import PromptWriter, Span
 from cluster.bench.workloads import Session
+
+
+class Planned(NamedTuple):
+    """A request, ready to be sent."""
+
+    prompt: str | list[int] | list[dict[str, str]]
+    """Text or token ids for completions, messages for a chat."""
+    input_tokens: int
+    output_tokens: int
 
 
 class Conversation:

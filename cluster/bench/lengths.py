@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.bench.client import Client, Planned
+from cluster.bench.conversation import Planned
 from cluster.bench.prompts import WORDS
+
+if TYPE_CHECKING:
+    from cluster.bench.client import Client
 
 _FEWEST_WORDS = 16
 
@@ -31,14 +35,16 @@ async def measure_lengths(client: Client, chat: bool) -> Lengths:
         prompt = [{"role": "user", "content": text}] if chat else text
         return await client.count_tokens(Planned(prompt, len(words), 0))
 
-    first = await count(WORDS[:1])
-    if first is None:
+    first, total = await count(WORDS[:1]), await count(WORDS)
+    if first is None or total is None:
         return Lengths(WORDS, exact=False)
-    words = WORDS
-    if await count(words) != first + len(words) - 1:
-        counted = await asyncio.gather(*(count((WORDS[0], word)) for word in WORDS))
-        words = tuple(word for word, tokens in zip(WORDS, counted, strict=True) if tokens == first + 1)
+    if total == first + len(WORDS) - 1:
+        return Lengths(WORDS, exact=True, template_tokens=first - 1)
+    counted = await asyncio.gather(*(count((WORDS[0], word)) for word in WORDS))
+    words = tuple(word for word, tokens in zip(WORDS, counted, strict=True) if tokens == first + 1)
     if len(words) < _FEWEST_WORDS:
-        return Lengths(WORDS, exact=False, template_tokens=first - 1)
-    exact = await count(words) == first + len(words) - 1
-    return Lengths(words, exact, template_tokens=first - 1)
+        return Lengths(WORDS, exact=False)
+    first, total = await count(words[:1]), await count(words)
+    if first is None or total != first + len(words) - 1:
+        return Lengths(words, exact=False)
+    return Lengths(words, exact=True, template_tokens=first - 1)

@@ -1,8 +1,8 @@
-"""What is known of one request once it is over."""
+"""What is known of a request once it is over, and of a run."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -51,3 +51,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gaps_s(self) -> list[float]:
         return [later - earlier for earlier, later in zip(self.token_s, self.token_s[1:], strict=False)]
+
+
+class RunOutcome(NamedTuple):
+    records: list[RequestRecord]
+    """In the order in which they ended."""
+    elapsed_s: float
+    """From the start until the last answer, or the interruption."""
+    interrupted: bool

@@ -15,8 +15,7 @@ import msgspec
 from cluster.bench.config import BenchConfig
 from cluster.bench.lengths import Lengths
 from cluster.bench.metrics import Distribution, Metrics, distribution, measure, tpot_s
-from cluster.bench.record import RequestRecord
-from cluster.bench.runner import RunOutcome
+from cluster.bench.record import RequestRecord, RunOutcome
 from cluster.bench.timeline import Timeline, timeline
 
 VERSION = 1

@@ -6,14 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 from cluster.bench.arrivals import arriving
-from cluster.bench.client import Answered, Client, Planned
+from cluster.bench.client import Answered, Client
 from cluster.bench.config import MAX_CONCURRENCY, Arrival, BenchConfig
-from cluster.bench.conversation import Conversation
+from cluster.bench.conversation import Conversation, Planned
 from cluster.bench.prompts import PromptWriter
-from cluster.bench.record import RequestRecord
+from cluster.bench.record import RequestRecord, RunOutcome
 from cluster.bench.workloads import Session, planned_requests, sessions
 from router.http import parse_cached
 from workers.messages import CACHED_HEADER, REPLICA_HEADER
@@ -32,14 +31,6 @@ class Progress:
 
     def on_chunks(self, count: int) -> None:
         self.chunks += count
-
-
-class RunOutcome(NamedTuple):
-    records: list[RequestRecord]
-    """In the order in which they ended."""
-    elapsed_s: float
-    """From the start until the last answer, or the interruption."""
-    interrupted: bool
 
 
 class Runner:

@@ -18,8 +18,9 @@ from cluster.bench.client import Client, EndpointError
 from cluster.bench.config import BenchConfig
 from cluster.bench.lengths import Lengths, measure_lengths
 from cluster.bench.prompts import WORDS, PromptWriter
+from cluster.bench.record import RunOutcome
 from cluster.bench.result import BenchResult, make_result
-from cluster.bench.runner import Progress, Runner, RunOutcome, warmup_config
+from cluster.bench.runner import Progress, Runner, warmup_config
 from cluster.bench.tables import shown
 from cluster.bench.workloads import planned_requests
 

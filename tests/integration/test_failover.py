@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from tests.integration.in_process import Cluster, Node, chat, running, until
+from tests.integration.in_process import Cluster, Node, chat, prompt, running, until, words
 
 CHAT = "/v1/chat/completions"
 streamed_or_whole = pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -155,3 +155,14 @@ async def test_a_replica_that_leaves_serves_list_finishes_what_it_has(cluster: C
         cluster.core.set_pool("unified", [each.info for each in cluster.nodes if each is not node])
         lines = [line async for line in answer.aiter_lines() if line]
     assert lines[-1] == "data: [DONE]"
+
+
+async def test_a_sick_replica_gets_nothing_new_and_recovers(cluster: Cluster) -> None:
+    sick, *others = cluster.nodes
+    sick.hosted.sick = True
+    await until(lambda: sick.id not in [entry.info.id for entry in cluster.core.directory.ready()])
+    for number in range(6):
+        answer = await cluster.http.post("/v1/completions", json=prompt(words(200, f"s{number}")))
+        assert answer.headers["x-manta-replica"] in [node.id for node in others]
+    sick.hosted.sick = False
+    await until(lambda: sick.id in [entry.info.id for entry in cluster.core.directory.ready()])

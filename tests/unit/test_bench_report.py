@@ -25,8 +25,8 @@ from cluster.bench.lengths import Lengths
 from cluster.bench.page import comparison_page, result_page
 from cluster.bench.plots import ticks
 from cluster.bench.prompts import WORDS
+from cluster.bench.record import RunOutcome
 from cluster.bench.result import BenchResult, ResultError, load_result, make_result, save_result
-from cluster.bench.runner import RunOutcome
 from cluster.bench.tables import print_comparison, print_result
 from tests.unit.test_bench_metrics import record
 

@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import psutil
 from starlette.types import ASGIApp
 
 from cache_store.config import CacheConfig
@@ -29,6 +30,9 @@ from workers.vllm.events import EventReader
 logger = logging.getLogger(__name__)
 
 _THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+_FOLDER_PREFIX = "manta-engine-"
 
 
 class VllmEngine:
@@ -54,7 +58,7 @@ class VllmEngine:
     async def start(self, sink: KVEventSink) -> None:
         os.environ.update(self._config.env)
         cores = self._take_cores()
-        self._folder = Path(tempfile.mkdtemp(prefix="manta-engine-"))
+        self._folder = _socket_folder()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -172,6 +176,15 @@ class VllmEngine:
             self._lease.release()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _socket_folder() -> Path:
+    """For this process's sockets, in a short path. What engines left that were killed is removed first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        owner = left.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
 
 
 class _LastStats:
