@@ -9,10 +9,10 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	"$$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python
+.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python bench-index bench-router bench-agreement bench-peers
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: need-python ## make .venv and install the locks (seconds when nothing changed)
 	@$(PYTHON) requirements/install.py $(VENV) $(KIND)
@@ -36,6 +36,19 @@ lint: setup ## style, format and types
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) mypy
+
+bench-index: setup ## time the prefix index and the decision, beside peers where they are installed (STRICT=1 fails on a miss)
+	@$(RUN) benchmarks.bench_index
+
+bench-router: setup ## what the deployed router adds to a request and a token, beside peers; eight minutes
+	@$(RUN) benchmarks.bench_router
+
+bench-agreement: setup ## our serving benchmark beside vLLM's own, on the same endpoint; four minutes
+	@$(RUN) benchmarks.bench_agreement
+
+bench-peers: need-python ## install the peers that benchmarks measure beside, in .venv-bench
+	@$(PYTHON) -m venv .venv-bench
+	@.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/bench.lock
 
 lock: need-python ## resolve requirements/*.lock anew
 	@$(PYTHON) requirements/refresh.py

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -144,7 +145,11 @@ class FakePool:
 
 @contextmanager
 def manta(fakes: dict[str, int]) -> Iterator[System]:
-    """Manta's router in front of the fakes, on a Ray of its own."""
+    """Manta's router in front of the fakes, on a Ray of its own.
+
+    Until it is stopped, a SIGTERM is an exit of this process that stops it first.
+    """
+    on_sigterm = signal.signal(signal.SIGTERM, _exit)
     with tempfile.TemporaryDirectory(prefix="mb-", dir="/tmp") as state:
         # What Ray starts finds `FakePool` by its module.
         path = os.pathsep.join(filter(None, (str(peers.ROOT), os.environ.get("PYTHONPATH"))))
@@ -169,6 +174,7 @@ def manta(fakes: dict[str, int]) -> Iterator[System]:
             finally:
                 _leave()
                 ray_cluster.stop(head)
+                signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _deploy(config: Any, ray_address: str, fakes: dict[str, int]) -> None:
@@ -200,6 +206,8 @@ def _deploy(config: Any, ray_address: str, fakes: dict[str, int]) -> None:
         return serve.deployment(FakePool).options(**options).bind([msgspec.to_builtins(i) for i in infos])
 
     ray.init(address=ray_address, namespace="manta", log_to_driver=False, logging_level=logging.WARNING)
+    # Ray puts a handler of its own there, which aborts the process.
+    signal.signal(signal.SIGTERM, _exit)
     logging.getLogger(serve.__name__).setLevel(logging.WARNING)
     with mock.patch.object(app, "_pool", pool):
         deploy(config, timeout_s=READY_TIMEOUT_S)
@@ -229,6 +237,10 @@ def _parts_of(head: Any, app: str) -> Callable[[], dict[str, float]]:
         return found
 
     return parts
+
+
+def _exit(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _leave() -> None:

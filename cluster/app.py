@@ -69,6 +69,8 @@ def build(args: dict[str, Any]) -> Application:
         user_config=config.router.model_dump(mode="json"),
         health_check_period_s=5,
         graceful_shutdown_timeout_s=60,
+        # A line for every request costs more than deciding where it goes; /metrics and /admin/decisions tell more.
+        logging_config={"enable_access_log": False},
     )
     return router.bind(spec.model_dump(mode="json"), *pools)
 

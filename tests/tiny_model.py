@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,19 +30,26 @@ TRAINING_TEXT = (
 )
 
 
-def make_tiny_model(folder: Path, seed: int = 0, max_len: int = 8192) -> Path:
+def make_tiny_model(
+    folder: Path,
+    seed: int = 0,
+    max_len: int = 8192,
+    added: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+) -> Path:
     """Write a Hugging Face folder (config, float32 weights, tokenizer with chat template) and return it.
 
     Same seed, same bytes. Greedy answers depend on the whole prompt and do not end by themselves: the end token is
-    practically never the best one, so `max_tokens` says how long an answer is.
+    practically never the best one, so `max_tokens` says how long an answer is. `added`: texts that are one token each,
+    the last ids of the vocabulary.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", _config(max_len))
     _write_json(
         folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     )
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(max_len))
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(max_len, chat_template))
+    _tokenizer(added).save(str(folder / "tokenizer.json"))
     save_file(_weights(np.random.default_rng(seed)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -69,7 +77,7 @@ def _config(max_len: int) -> dict[str, object]:
     }
 
 
-def _tokenizer_config(max_len: int) -> dict[str, object]:
+def _tokenizer_config(max_len: int, chat_template: str) -> dict[str, object]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": SPECIAL[PAD],
@@ -77,22 +85,23 @@ def _tokenizer_config(max_len: int) -> dict[str, object]:
         "eos_token": SPECIAL[EOS],
         "model_max_length": max_len,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(added: Sequence[str]) -> Tokenizer:
     """Byte-level BPE: any text has tokens, and every token has text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=VOCAB - len(added),
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    tokenizer.add_tokens(list(added))
     return tokenizer
 
 

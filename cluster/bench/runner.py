@@ -100,9 +100,8 @@ class Runner:
                 conversation = self._conversation(session)
                 first = conversation.ask()  # written before its time, so that writing delays nothing
                 await self._sleep(at_s - self._now())
-                await asyncio.sleep(
-                    0
-                )  # of several that are due at once, the first need not wait for the last
+                # Of several that are due at once, the first need not wait for the last to be written.
+                await asyncio.sleep(0)
                 if self._is_over():
                     break
                 await room.acquire()

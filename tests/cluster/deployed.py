@@ -71,7 +71,7 @@ class Deployed:
 
     def ask_replica(self, replica: dict[str, Any], method: str, path: str, **options: Any) -> httpx.Response:
         """Straight to the replica's own server, with the cluster's secret."""
-        headers = {SECRET_HEADER: cluster_secret()}
+        headers = options.pop("headers", {}) | {SECRET_HEADER: cluster_secret()}
         return httpx.request(
             method, f"http://{replica['address']}{path}", headers=headers, timeout=60, **options
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -10,14 +11,17 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager
+from functools import partial
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import harness
+from benchmarks import bench_index, decision_state, harness
+from benchmarks.fake_backend import COMPLETIONS_PATH, FakeReplica, Pace
 from benchmarks.harness import (
     Interval,
     Report,
@@ -29,6 +33,11 @@ from benchmarks.harness import (
     percentile,
     timed,
 )
+from benchmarks.index_workload import PROMPT_TOKENS, REPLICAS, workload
+from benchmarks.load import Job, LoadError, perform
+from router.config import RouterConfig
+from router.core import RouterCore
+from workers.messages import ReplicaInfo
 
 
 def quiet() -> Console:
@@ -115,6 +124,7 @@ def test_the_interval_of_few_samples_is_students():
     assert found == pytest.approx((3.0, 3.0 - half, 3.0 + half))
 
 
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from([5, 60]))
 def test_an_interval_encloses_the_mean_and_widens_with_the_spread(seed, n):
     draw = random.Random(seed)
@@ -184,3 +194,80 @@ def test_the_machine_is_described_by_what_decides_speed():
     described = harness.machine()
     assert f"{len(os.sched_getaffinity(0))} cores" in described
     assert "Python" in described
+
+
+SECRET = "the-secret-of-a-test"
+
+
+@asynccontextmanager
+async def fake_backend(pace: Pace):
+    server = await asyncio.get_running_loop().create_server(
+        partial(FakeReplica, "fake-0", pace, SECRET), "127.0.0.1", 0
+    )
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def test_the_load_generator_receives_every_event_of_every_request():
+    async with fake_backend(Pace(chunks=7, interval_s=0.001)) as port:
+        outcome = await perform(
+            Job(port, COMPLETIONS_PATH, "{}", concurrency=3, requests=10, stagger_s=0.001)
+        )
+    assert outcome.events == 10 * (7 + 1)
+    assert len(outcome.first_byte_s) == 10
+    assert outcome.refused == 0
+    assert min(outcome.first_byte_s) > 0
+
+
+async def test_the_load_generator_counts_refusals_and_reports_cut_answers():
+    async with fake_backend(Pace()) as port:
+        assert (await perform(Job(port, "/elsewhere", "{}", 2, 5))).refused == 5
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf")
+        writer.close()
+
+    async with await asyncio.start_server(cut, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(LoadError, match="closed a connection"):
+            await perform(Job(port, "/", "{}", 1, 1))
+
+
+async def test_a_router_takes_the_fake_backend_for_a_replica():
+    ready = asyncio.Event()
+    async with fake_backend(Pace()) as port:
+        core = RouterCore(RouterConfig(), SECRET)
+        core.directory._on_change = lambda: ready.set() if core.directory.ready() else None
+        core.set_pool("unified", [ReplicaInfo("fake-0", "unified", "node", f"127.0.0.1:{port}", ("sim",))])
+        await asyncio.wait_for(ready.wait(), 30)
+        assert [entry.info.id for entry in core.directory.ready()] == ["fake-0"]
+        await core.close()
+
+
+def test_the_index_benchmark_measures_what_it_says():
+    report, work = Report("index"), workload(sequences=3)
+    bench_index.index_figures(report, work, 2, {"lookup_16": 1e9, "hash_16": 0.0})
+    found = {(figure.figure, figure.target): figure.holds for figure in report.figures}
+    assert found["lookup of 16k tokens, 256-token chunks, beside the peer's own grain",
+                 "< Dynamo RadixTree, 16-token blocks"] is True  # fmt: skip
+    assert found["hash of 16k tokens, 256-token chunks, beside the peer's own grain",
+                 "< Dynamo RadixTree, 16-token blocks"] is False  # fmt: skip
+    assert len(work.held(REPLICAS - 1)) == PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("replicas", [1, 8])
+def test_decisions_are_measured_on_prompts_that_some_replicas_hold(replicas):
+    draw = random.Random(0)
+    core = decision_state.core_with(replicas, 256)
+    decision_state.fill(core, 256, 4, 1024, draw)
+    matched = []
+    for number, prompt in enumerate(list(decision_state.prompts(core, 256, 4096, 6, draw))):
+        placed = core.place(decision_state.query(number, prompt))
+        assert placed is not None
+        matched.append(placed.matched_tokens)
+    assert max(matched) > 0
+    core.index.check_integrity()
+    core.ledger.check_integrity()

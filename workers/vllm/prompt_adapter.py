@@ -18,6 +18,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from prometheus_client import Counter
+
 from workers.request_record import RequestRecord, current_request
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,12 @@ WRAPPED = {
     "process_for_engine_async": ("prompt", "arrival_time"),
 }
 """Methods of vLLM's renderer and the arguments that they begin with."""
+
+# In the default registry, which is what vLLM's /metrics shows.
+_SUBSTITUTED = Counter("manta_substituted_prompts", "Prompts that took their token ids from the router.")
+_MISMATCHED = Counter(
+    "manta_mismatched_requests", "Requests whose token ids from the router did not fit; they were rendered here."
+)
 
 
 class PromptAdapterError(RuntimeError):
@@ -133,8 +141,10 @@ class PromptAdapter:
                     count,
                 )
             self.mismatched += 1
+            _MISMATCHED.inc()
             return None
         self.substituted += count
+        _SUBSTITUTED.inc(count)
         # Copies: truncation and padding work on the list, and a retry may read the record again.
         return [list(ids) for ids in prompts]
 
