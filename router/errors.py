@@ -32,10 +32,14 @@ class ApiError(Exception):
         self.code = status if code is None else code
         self.retry_after_s = retry_after_s
         self._extra_headers = tuple(extra_headers)
+        self.anthropic = False
+        """Answer in the shape of Anthropic's messages API."""
 
     def body(self) -> bytes:
         # A lone surrogate, which JSON input can carry, has no UTF-8.
         message = self.message.encode("utf-8", "replace").decode()
+        if self.anthropic:
+            return msgspec.json.encode({"type": "error", "error": {"type": self.type, "message": message}})
         error = {"message": message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 

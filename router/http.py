@@ -120,7 +120,7 @@ class RouterApp:
             else:
                 raise errors.not_found(path)
         except ApiError as error:
-            answer.status = error.status
+            answer.status, error.anthropic = error.status, routes.is_anthropic(path)
             await send_error(send, error)
         except (ClientGone, ClientStalled):
             pass

@@ -55,3 +55,8 @@ def stored_response(path: str) -> str | None:
     """The response id in the path of a stored response."""
     stored = _STORED_RESPONSE.fullmatch(path)
     return stored[1] if stored is not None else None
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether clients of a path expect errors in the shape of Anthropic's API."""
+    return path.startswith("/v1/messages")

@@ -41,7 +41,7 @@ def make_tiny_model(
 
     Same seed, same bytes. Greedy answers depend on the whole prompt and do not end by themselves: the end token is
     practically never the best one, so `max_tokens` says how long an answer is. `added`: texts that are one token each,
-    the last ids of the vocabulary.
+    the last ids of the vocabulary; answers hold none of them unless they are made to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", _config(max_len))
@@ -50,7 +50,9 @@ def make_tiny_model(
     )
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(max_len, chat_template))
     _tokenizer(added).save(str(folder / "tokenizer.json"))
-    save_file(_weights(np.random.default_rng(seed)), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = _weights(np.random.default_rng(seed))
+    weights["lm_head.weight"][VOCAB - len(added) :] = 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 
 def shapes(count: int, seed: int, model: str) -> Iterator[Shape]:
-    """`count` requests that are answered, or refused, alike at any time. Every prompt begins with a number of its own."""
+    """`count` requests that are answered, or refused, alike at any time. Every prompt begins with its own number."""
     random = Random(seed)
     kinds: tuple[tuple[int, Callable[[Random, str], tuple[str, dict[str, Any]]]], ...] = (
         (9, _chat),
@@ -149,10 +149,10 @@ def _chat(random: Random, number: str) -> tuple[str, dict[str, Any]]:
             {"response_format": {"type": "text"}},
             {"tools": [TOOL]},
             {"tools": [TOOL], "tool_choice": "none"},
-            {"tools": [TOOL], "structured_outputs": {"choice": [CALL_TEXT]}, "max_tokens": 60},
-            {"tools": [TOOL], "tool_choice": "required", "structured_outputs": None, "max_tokens": 60},
+            {"tools": [TOOL], "structured_outputs": {"choice": [CALL_TEXT]}, "max_tokens": 120},
+            {"tools": [TOOL], "tool_choice": "required", "structured_outputs": None, "max_tokens": 120},
             {"tools": [TOOL], "parallel_tool_calls": False},
-            {"tools": [TOOL], "tool_choice": _named("find"), "structured_outputs": None, "max_tokens": 60},
+            {"tools": [TOOL], "tool_choice": _named("find"), "structured_outputs": None, "max_tokens": 120},
         ],
         3,
     )
@@ -221,8 +221,8 @@ def _message(random: Random, number: str) -> tuple[str, dict[str, Any]]:
         {"system": "Answer in one word."},
         {"system": [{"type": "text", "text": "Answer."}]},
         {"tools": [tool]},
-        {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 60},
-        {"tools": [tool], "tool_choice": {"type": "tool", "name": "find"}, "max_tokens": 60},
+        {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 120},
+        {"tools": [tool], "tool_choice": {"type": "tool", "name": "find"}, "max_tokens": 120},
         {"stop_sequences": ["e"]},
         {"stream": True},
         {"stream": True},

@@ -1,8 +1,8 @@
 """When two answers are the same: byte for byte, apart from ids and times.
 
-vLLM hands a stream's tokens on as they come, and joins those that wait for a slow reader. Streams whose bytes differ are
-therefore compared once more with such pieces joined: the texts, token ids and log probabilities as wholes, and the last
-value of everything else.
+vLLM hands a stream's tokens on as they come, and joins those that wait for a slow reader. Streams whose bytes differ
+are therefore compared once more with such pieces joined: the texts, token ids and log probabilities as wholes, and the
+last value of everything else.
 """
 
 from __future__ import annotations
@@ -48,34 +48,35 @@ def _first_difference(one: bytes, other: bytes) -> int:
 
 
 def joined(stream: bytes) -> list[Any]:
-    """Events of a stream, neighbours that continue each other made one."""
-    result: list[Any] = []
+    """Events of a stream, those that continue each other made one: of several choices, each by itself."""
+    result: list[list[Any]] = []
     for event in filter(None, stream.decode().split("\n\n")):
         name, _, data = event.rpartition("data: ")
         value = json.loads(data) if data.startswith("{") else data
         if isinstance(value, dict):
             value.pop("sequence_number", None)  # counts pieces
-            if _continues(result, value):
-                result[-1][1] = _join(result[-1][1], value)
-                continue
-        result.append([name, value])
-    # What belongs to one choice in order, whatever the order of several.
-    return sorted(result, key=lambda event: _choice(event[1]))
+        # The pieces of several choices mingle; other events keep their order.
+        candidates = result if _choice(value) is not None else result[-1:]
+        begun = next((entry for entry in candidates if _continues(entry[1], value)), None)
+        if begun is None:
+            result.append([name, value])
+        else:
+            begun[1] = _join(begun[1], value)
+    return sorted(result, key=lambda entry: (_choice(entry[1]) is None, _choice(entry[1])))
 
 
-def _choice(value: Any) -> int:
+def _choice(value: Any) -> int | None:
     choices = value.get("choices") if isinstance(value, dict) else None
-    return int(choices[0]["index"]) if choices else -1
+    return int(choices[0]["index"]) if choices else None
 
 
-def _continues(result: list[Any], value: dict[str, Any]) -> bool:
-    if not result or not isinstance(result[-1][1], dict):
+def _continues(before: Any, value: Any) -> bool:
+    if not isinstance(before, dict) or not isinstance(value, dict):
         return False
-    before = result[-1][1]
     if "choices" in value:
-        return bool(value["choices"]) and _choice(before) == _choice(value)
+        return _choice(value) is not None and _choice(before) == _choice(value)
     kind = value.get("type", "")
-    return kind == before.get("type") and kind.endswith("delta")
+    return bool(kind == before.get("type") and kind.endswith("delta"))
 
 
 def _join(before: Any, after: Any, key: str = "") -> Any:

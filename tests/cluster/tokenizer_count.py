@@ -5,6 +5,7 @@ An ASGI middleware, for vLLM's argument `middleware`, so that the count is kept 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from typing import Any
@@ -25,9 +26,12 @@ class TokenizerCount:
         self._app = app
         self._calls: Counter[str] = Counter()
         for name in COUNTED:
-            setattr(PreTrainedTokenizerBase, name, self._counted(name, getattr(PreTrainedTokenizerBase, name)))
+            setattr(
+                PreTrainedTokenizerBase, name, self._counted(name, getattr(PreTrainedTokenizerBase, name))
+            )
 
     def _counted(self, name: str, original: Any) -> Any:
+        @functools.wraps(original)  # vLLM reads the signature
         def call(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._calls[name] += 1
             return original(tokenizer, *args, **kwargs)
