@@ -48,6 +48,8 @@ class Inventory:
             "waiting": load.waiting if load else 0,
             "running": load.running if load else 0,
             "kv_used": load.kv_used if load else 0.0,
+            "prefill_tokens": load.prefill_tokens if load else 0,
+            "open_requests": load.http_requests if load else 0,
             "chunks": chunks,
             "snapshots": entry.snapshots,
             "prefill_rate": load.prefill_rate if load else 0.0,

@@ -60,6 +60,14 @@ class Deployed:
 
         return wait_for(f"{count} ready replicas", probe, 60)
 
+    def wait_idle(self) -> None:
+        """Wait until the router has heard from every replica that it does nothing.
+
+        A report that was made while the last request ran would make its replica look busy to the next one.
+        """
+        kinds = ("waiting", "running", "prefill_tokens", "open_requests")
+        wait_for("idle replicas", lambda: not any(r[kind] for r in self.replicas() for kind in kinds))
+
     def pids(self, deployment: str) -> dict[str, int]:
         """Serve replica id -> process id."""
         details = serve.context._get_global_client().get_serve_details()

@@ -55,13 +55,20 @@ def test_the_openai_client_is_served_through_haproxy(cluster: Deployed) -> None:
 
 def test_a_repeated_prefix_is_served_from_where_it_is(cluster: Deployed) -> None:
     prompt = "shared words " * 200
+    before = chunks(cluster)
     first = cluster.http.post("/v1/chat/completions", json=chat(prompt))
+    wait_for("its chunks in the index", lambda: chunks(cluster) >= before + 10)
+    cluster.wait_idle()
     again = cluster.http.post("/v1/chat/completions", json=chat(prompt))
     assert again.headers["x-manta-replica"] == first.headers["x-manta-replica"]
     assert first.headers["x-manta-cached"].startswith("hbm=0,")
     cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 500
     assert again.headers["x-manta-cached"].startswith(f"hbm={cached},")
+
+
+def chunks(cluster: Deployed) -> int:
+    return sum(replica["chunks"] for replica in cluster.replicas())
 
 
 def test_status_names_routers_and_replicas(cluster: Deployed) -> None:
@@ -105,11 +112,16 @@ def test_simultaneous_distinct_prompts_spread_evenly(cluster: Deployed) -> None:
 def test_handle_calls_choose_as_http_does(cluster: Deployed) -> None:
     prompts = [f"topic {number}: " + "words of it " * 150 for number in range(6)]
     for prompt in prompts:
+        before = chunks(cluster)
         cluster.http.post("/v1/chat/completions", json=chat(prompt))
+        wait_for("its chunks in the index", lambda before=before: chunks(cluster) > before)
+        cluster.wait_idle()
     handle = cluster.handle()
-    answers = [
-        handle.call.remote("/v1/chat/completions", chat(prompt)).result(timeout_s=60) for prompt in prompts
-    ]
+    answers = []
+    for prompt in prompts:
+        asked = handle.call.remote("/v1/chat/completions", chat(prompt))
+        answers.append(asked.result(timeout_s=60))
+        cluster.wait_idle()
     assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in answers)
 
     log = decision_log.load(io.BytesIO(cluster.decisions()))
@@ -286,6 +298,8 @@ def test_a_restarted_router_knows_what_the_old_one_knew(deploy_sim: Callable[...
     cluster.ready_replicas(2)
     prompt = "remember this " * 200
     first = cluster.http.post("/v1/chat/completions", json=chat(prompt))
+    wait_for("its chunks in the index", lambda: chunks(cluster) > 0)
+    cluster.wait_idle()
     known = {r["id"]: r["chunks"] for r in cluster.replicas()}
     old = cluster.pids("router")
     os.kill(next(iter(old.values())), signal.SIGKILL)
@@ -298,6 +312,7 @@ def test_a_restarted_router_knows_what_the_old_one_knew(deploy_sim: Callable[...
             return False
 
     wait_for("an exact index", exact, 60)
+    cluster.wait_idle()
     again = cluster.http.post("/v1/chat/completions", json=chat(prompt))
     assert again.headers["x-manta-replica"] == first.headers["x-manta-replica"]
     assert not again.headers["x-manta-cached"].startswith("hbm=0,")

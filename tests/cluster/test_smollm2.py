@@ -118,6 +118,7 @@ def test_a_second_turn_finds_the_first_where_it_was_answered(
     said = {"role": "assistant", "content": first.parse().choices[0].message.content}
     later = [*opening, said, {"role": "user", "content": "And after that?"}]
     turn = greedy(messages=later, extra_body={"return_token_ids": True})
+    cluster.wait_idle()
     second = create(**turn)
 
     replica = first.headers["x-manta-replica"]

@@ -18,7 +18,7 @@ from PIL import Image
 from cache_store.events import ChunkKey, FrameReader, Snapshot, unpack_keys
 from tests.cluster.deployed import Deployed, wait_for
 from tests.cluster.sameness import Answer, difference
-from tests.tiny_llava import IMAGE_TOKENS, make_tiny_llava
+from tests.tiny_vision import IMAGE, IMAGE_TOKENS, make_tiny_vision_model
 from workers.messages import SALT_HEADER, SNAPSHOT_PATH
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(300)]
@@ -29,7 +29,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llava(tmp_path_factory.mktemp("llava") / "tiny")
+    return make_tiny_vision_model(tmp_path_factory.mktemp("vision") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +79,15 @@ def held(cluster: Deployed) -> set[ChunkKey]:
     return {key for tier in frames if isinstance(tier, Snapshot) for key in unpack_keys(tier.keys)}
 
 
-def place_of_image(answer: dict[str, Any]) -> int:
-    """Tokens before the first image."""
-    tokens: list[int] = answer["prompt_token_ids"]
-    start = next(i for i in range(len(tokens)) if len(set(tokens[i : i + IMAGE_TOKENS])) == 1)
-    assert tokens[start - 1] != tokens[start]
-    return start
+def before_the_image(answer: dict[str, Any]) -> int:
+    """Tokens before the first image, which begins with two tokens that say so."""
+    return int(answer["prompt_token_ids"].index(IMAGE)) - 2
 
 
 def test_kv_is_shared_up_to_an_image_and_not_past_it(cluster: Deployed) -> None:
     before = held(cluster)
     red = ask(cluster, asks("one", "red"))
-    shareable = place_of_image(red)
+    shareable = before_the_image(red)
     assert red["usage"]["prompt_tokens"] > shareable + IMAGE_TOKENS + 2 * CHUNK
     assert shareable > 2 * CHUNK
     fence = {"model": "tiny", "prompt": [5] * CHUNK, "max_tokens": 1}
@@ -104,6 +101,7 @@ def test_kv_is_shared_up_to_an_image_and_not_past_it(cluster: Deployed) -> None:
     assert blue["prompt_token_ids"] == red["prompt_token_ids"]
     assert cached(blue) == shareable // BLOCK * BLOCK
     assert len(held(cluster) - before) == expected
+    wait_for("the router's index", lambda: cluster.replicas()[0]["chunks"] == len(held(cluster)))
     again = ask(cluster, asks("one", "red"))
     assert cached(again) > shareable + IMAGE_TOKENS
     assert again["choices"] == red["choices"]

@@ -133,7 +133,9 @@ def settle(cluster: Deployed, replica_id: str, prompt: Sequence[int], **whose: s
         complete = set(keys_of(hello, prompt, **whose)) <= held and len(held) == replica["chunks"]
         return held if complete else None
 
-    return wait_for("the prompt's chunks in the index", known) if len(prompt) >= CHUNK else set()
+    held = wait_for("the prompt's chunks in the index", known) if len(prompt) >= CHUNK else set()
+    cluster.wait_idle()
+    return held
 
 
 def check_promise(answer: Served) -> None:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from cache_store.config import CacheConfig
 from cache_store.events import ChunkKey
 from cache_store.keys import chunk_keys, namespace
+from router.render import COMPLETIONS_PATH
+from tests.engine.conftest import MODEL, TinyServer
 from workers.chunk_tracker import ChunkTracker
 from workers.config import EngineConfig, ModelConfig
 from workers.kv_events import BlocksStored, KVEvent
@@ -73,44 +76,50 @@ async def started(model: Path, **args: Any) -> AsyncIterator[Started]:
 
 
 def keys(engine: Started, tokens: Sequence[int]) -> list[ChunkKey]:
-    return chunk_keys(namespace(engine.engine.info.identity.digest(), "", ""), tokens, CHUNK)
+    return chunk_keys(namespace(engine.engine.info.identity.digest()), tokens, CHUNK)
 
 
-async def test_speculative_decoding_and_fp8_kv_answer_right_and_are_keyed_by_what_they_hold(
-    vllm_environment: None, tiny_model: Path
+async def test_speculative_decoding_answers_the_same_and_keys_no_guess(
+    server: TinyServer, tiny_model: Path
 ) -> None:
-    async with started(tiny_model) as plain:
-        expected = await plain.complete(PROMPT)
-        plain_keys = keys(plain, range(CHUNK))
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "return_token_ids": True}
+    expected = (await server.post(COMPLETIONS_PATH, body)).json()
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    async with started(tiny_model, **{"speculative-config": config}) as guessing:
-        answer = await guessing.complete(PROMPT)
+    async with started(tiny_model, **{"speculative-config": config}) as engine:
+        answer = await engine.complete(PROMPT)
         assert answer["choices"] == expected["choices"]
         assert answer["usage"]["completion_tokens"] == 200
-        assert await guessing.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+        assert await engine.metric("vllm:spec_decode_num_draft_tokens_total") > 0
         choice = answer["choices"][0]
-        said = choice["prompt_token_ids"] + choice["token_ids"]
-        tracker = ChunkTracker(guessing.engine.info.identity.digest(), BLOCK, CHUNK)
-        # A block whose last token has been sampled and not computed yet is not there.
-        whole = keys(guessing, said[:-1])
+        tokens = choice["prompt_token_ids"] + choice["token_ids"]
+        # The last token was sampled and never computed.
+        whole = set(keys(engine, tokens[:-1]))
         found: set[ChunkKey] = set()
+        tracker = ChunkTracker(engine.engine.info.identity.digest(), BLOCK, CHUNK)
         taken = 0
 
         def there() -> bool:
             nonlocal taken
-            new, taken = guessing.events[taken:], len(guessing.events)
+            new, taken = engine.events[taken:], len(engine.events)
             found.update(tracker.apply(new).added)
-            return set(whole) <= found
+            return whole <= found
 
-        await guessing.eventually(there)
-        assert found == set(whole), "a guess that was not taken has been keyed"
-        assert keys(guessing, range(CHUNK)) == plain_keys
-    async with started(tiny_model, **{"kv-cache-dtype": "fp8"}) as small:
-        answer = await small.complete(PROMPT)
+        await engine.eventually(there)
+        assert found == whole, "a guess that was not taken has been keyed"
+
+
+async def test_kv_in_fp8_is_in_a_namespace_of_its_own(server: TinyServer, tiny_model: Path) -> None:
+    async with started(tiny_model, **{"kv-cache-dtype": "fp8"}) as engine:
+        answer = await engine.complete(PROMPT)
         assert answer["usage"]["completion_tokens"] == 200
-        await small.eventually(lambda: any(isinstance(event, BlocksStored) for event in small.events))
-        assert small.engine.info.identity.kv_dtype.startswith("fp8")
-        assert keys(small, range(CHUNK)) != plain_keys
-        again = await small.complete(PROMPT)
-        assert again["choices"] == answer["choices"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        await engine.eventually(lambda: any(isinstance(event, BlocksStored) for event in engine.events))
+        again = await engine.complete(PROMPT)
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert again["choices"] == answer["choices"]
+        identity = engine.engine.info.identity
+        assert identity.kv_dtype == "fp8"
+        wide = msgspec.structs.replace(identity, kv_dtype="float32")
+        assert not set(keys(engine, range(CHUNK))) & set(
+            chunk_keys(namespace(wide.digest()), range(CHUNK), CHUNK)
+        )

@@ -72,3 +72,13 @@ def test_what_a_client_sent_is_echoed_short_and_encodable() -> None:
     error = errors.unknown_model("\ud800" + "x" * 1_000_000, ["smol"])
     assert len(error.body()) < 1000
     assert json.loads(error.body())["error"]["message"].startswith("The model `?xxx")
+
+
+def test_clients_of_the_messages_api_get_errors_in_its_shape() -> None:
+    error = errors.queue_full("full", 3)
+    error.anthropic = True
+    body = json.loads(error.body())
+    assert body == {"type": "error", "error": {"type": "RateLimitError", "message": error.message}}
+    headers = dict(error.headers())
+    assert int(headers[b"content-length"]) == len(error.body())
+    assert headers[b"retry-after"] == b"3"

@@ -1,4 +1,4 @@
-"""A random vision-language model, LLaVA in small: a CLIP of one layer and a Llama of two, with an image processor."""
+"""A random vision-language model, Idefics3 in small, whose image processor needs no torchvision."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from tests.tiny_model import (
     make_tiny_model,
 )
 
-IMAGE_TOKEN = "<image>"
-SIDE, PATCH = 56, 7
-IMAGE_TOKENS = (SIDE // PATCH) ** 2
-"""Tokens of one image, whatever its size."""
+ADDED = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+IMAGE = VOCAB - len(ADDED)
+"""Id of the token that stands for a piece of an image."""
+SIDE, PATCH, SCALE = 112, 14, 2
+IMAGE_TOKENS = (SIDE // PATCH // SCALE) ** 2
+"""Such tokens of one image, whatever its size."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -34,30 +36,36 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_llava(folder: Path, seed: int = 0) -> Path:
+def make_tiny_vision_model(folder: Path, seed: int = 0) -> Path:
     """Write a Hugging Face folder (config, float32 weights, tokenizer, processors) and return it."""
     import torch
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
-    make_tiny_model(folder, seed, added=(IMAGE_TOKEN,), chat_template=CHAT_TEMPLATE)
+    make_tiny_model(folder, seed, added=ADDED, chat_template=CHAT_TEMPLATE)
     (folder / "model.safetensors").unlink()
     torch.manual_seed(seed)
-    config = LlavaConfig(
+    config = Idefics3Config(
         text_config=_text(),
         vision_config=_vision(),
-        image_token_index=VOCAB - 1,
-        vision_feature_layer=-1,
-        image_seq_length=IMAGE_TOKENS,
+        image_token_id=IMAGE,
+        scale_factor=SCALE,
         tie_word_embeddings=False,
+        pad_token_id=PAD,
         dtype="float32",
     )
-    model = LlavaForConditionalGeneration(config)
+    model = Idefics3ForConditionalGeneration(config)
     for name, weight in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(weight, std=0.3)
+    with torch.no_grad():
+        model.lm_head.weight[:3] = 0
+        model.lm_head.weight[IMAGE:] = 0
     model.save_pretrained(folder)
-    _write(folder / "processor_config.json", _processor())
-    _write(folder / "preprocessor_config.json", _processor()["image_processor"])
+    _write(folder / "preprocessor_config.json", _images())
+    _write(
+        folder / "processor_config.json",
+        {"processor_class": "Idefics3Processor", "image_seq_len": IMAGE_TOKENS, "image_processor": _images()},
+    )
     return folder
 
 
@@ -81,31 +89,22 @@ def _text() -> dict[str, Any]:
 
 def _vision() -> dict[str, Any]:
     return {
-        "model_type": "clip_vision_model",
         "hidden_size": 64,
         "intermediate_size": 64,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "image_size": SIDE,
         "patch_size": PATCH,
-        "projection_dim": 32,
     }
 
 
-def _processor() -> dict[str, Any]:
-    image = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": SIDE},
-        "crop_size": {"height": SIDE, "width": SIDE},
-        "do_convert_rgb": True,
-    }
+def _images() -> dict[str, Any]:
     return {
-        "processor_class": "LlavaProcessor",
-        "image_processor": image,
-        "image_token": IMAGE_TOKEN,
-        "patch_size": PATCH,
-        "num_additional_image_tokens": 1,
-        "vision_feature_select_strategy": "default",
+        "image_processor_type": "Idefics3ImageProcessor",
+        "processor_class": "Idefics3Processor",
+        "do_image_splitting": False,
+        "size": {"longest_edge": SIDE},
+        "max_image_size": {"longest_edge": SIDE},
     }
 
 
