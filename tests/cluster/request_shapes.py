@@ -87,8 +87,6 @@ def _sampling(random: Random) -> dict[str, Any]:
             {"seed": 7, "temperature": 0.9, "top_p": 0.9, "top_k": 20, "n": random.choice((1, 2))},
             {"seed": 8, "temperature": 1.2, "min_p": 0.01},
             {"skip_special_tokens": False, "spaces_between_special_tokens": False},
-            {"return_token_ids": True},
-            {"return_token_ids": True},
             {"truncate_prompt_tokens": random.choice((3, 40))},
             {"structured_outputs": {"choice": ["Paris", "Oslo"]}},
             {"structured_outputs": {"regex": "[a-f]{3,6}"}},
@@ -96,6 +94,8 @@ def _sampling(random: Random) -> dict[str, Any]:
         ],
         3,
     )
+    if random.random() < 0.5:
+        body |= {"return_token_ids": True}
     if random.random() < 0.5:
         body |= {"stream": True}
         body |= _some(random, [{"stream_options": {"include_usage": True}}], 1)

@@ -34,7 +34,7 @@ def difference(ours: Answer, theirs: Answer) -> str:
     if bodies[0] == bodies[1]:
         return ""
     if ours.content_type.startswith("text/event-stream"):
-        bodies = tuple(json.dumps(joined(body)).encode() for body in bodies)
+        bodies = tuple(json.dumps(joined(body), sort_keys=True).encode() for body in bodies)
         if bodies[0] == bodies[1]:
             return ""
     start = max(0, _first_difference(*bodies) - 80)
