@@ -34,7 +34,8 @@ WRAPPED = {
 # In the default registry, which is what vLLM's /metrics shows.
 _SUBSTITUTED = Counter("manta_substituted_prompts", "Prompts that took their token ids from the router.")
 _MISMATCHED = Counter(
-    "manta_mismatched_requests", "Requests whose token ids from the router did not fit; they were rendered here."
+    "manta_mismatched_requests",
+    "Requests whose token ids from the router did not fit; they were rendered here.",
 )
 
 
