@@ -49,6 +49,7 @@ class SimConfig(Section):
 _REFUSED_ARGS = {
     "api-key": "a router would be refused too; give keys to router.tenants",
     "api-server-count": "a replica has one server; use pools.replicas",
+    "config": "a second file could set what this one may not; give its arguments here",
     "data-parallel-size": "every rank has KV of its own that a router could not tell apart; use pools.replicas",
     "headless": "a replica needs its own server",
     "kv-events-config": "the replica sets it to learn what the engine holds",

@@ -126,6 +126,7 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given() -> None:
         ("data_parallel_size", 2),
         ("api-key", "k"),
         ("headless", True),
+        ("config", "more.yaml"),
         ("lora-modules", ["a=b"]),
     ],
 )
