@@ -28,6 +28,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     """Value of `processes.MARK` in the environment of everything that the head started."""
     temp: str = ""
     """The session's folder: Ray's logs and sockets, HAProxy's files."""
+    ready: bool = False
+    """`manta up` has seen the endpoint answer, and waits for the end."""
     stopping: bool = False
     """Someone stops it at this moment, or was interrupted at it."""
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 from rich.console import Console
 
@@ -104,7 +105,10 @@ class Launcher:
                     raise UpError(f"{error}\n{message}") from error
                 console.print(message, highlight=False)
                 raise
-        if cluster.head is None:
+        there = state.find(cluster.name)
+        # Somebody elsewhere may be stopping it by now: what they have forgotten must not come back.
+        if cluster.head is None or (there is not None and not there.stopping):
+            cluster = msgspec.structs.replace(cluster, ready=True)
             state.save(cluster)
         return cluster
 

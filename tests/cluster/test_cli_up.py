@@ -45,9 +45,13 @@ def until_ready(commands: Commands, process: subprocess.Popen[str]) -> ClusterSt
             return False
 
     wait_for("a ready cluster", ready, 180)
-    known = commands.known()
-    assert known is not None
-    return known
+
+    def seen() -> ClusterState | None:
+        """By `up` itself, which asks now and then; a stop before that would find it at work."""
+        known = commands.known()
+        return known if known is not None and known.ready else None
+
+    return wait_for("up to see it", seen, 30)
 
 
 def test_up_status_chat_down(local_sim: Commands) -> None:
