@@ -170,7 +170,7 @@ async def test_a_replica_that_was_silent_gets_the_requests_that_wait_once_it_is_
     cluster.skew_s += 1000
     assert cluster.core.directory.ready() == []
     assert (await ask(cluster)).status_code == 200
-    assert cluster.router.knows(cluster.nodes)
+    await until(lambda: cluster.router.knows(cluster.nodes))
 
 
 async def test_limits_change_while_requests_wait() -> None:
