@@ -164,7 +164,7 @@ class Directory:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=2 * self._heartbeat_timeout_s
         )
-        async with self._get(entry, EVENTS_PATH, timeout) as answer:
+        async with self.ask(entry, EVENTS_PATH, timeout) as answer:
             answer.raise_for_status()
             async for data in answer.content.iter_any():
                 for message in reader.feed(data):
@@ -186,7 +186,7 @@ class Directory:
         """Take a snapshot because deltas were lost. Returns whether another one is needed."""
         needs_snapshot = False
         timeout = aiohttp.ClientTimeout(total=_SNAPSHOT_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
-        async with self._get(entry, SNAPSHOT_PATH, timeout) as answer:
+        async with self.ask(entry, SNAPSHOT_PATH, timeout) as answer:
             answer.raise_for_status()
             for repair in FrameReader().feed(await answer.read()):
                 if not isinstance(repair, Hello):
@@ -219,18 +219,13 @@ class Directory:
         return needs_snapshot
 
     def ask(
-        self, replica: str, path: str, timeout: aiohttp.ClientTimeout, headers: Mapping[str, str]
-    ) -> aiohttp.client._RequestContextManager:
-        """GET a path of a known replica, with the cluster's secret."""
-        return self._get(self._entries[replica], path, timeout, headers)
-
-    def _get(
         self,
         entry: ReplicaEntry,
         path: str,
         timeout: aiohttp.ClientTimeout,
         headers: Mapping[str, str] | None = None,
     ) -> aiohttp.client._RequestContextManager:
+        """GET a path of a replica, with the cluster's secret."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers={SECRET_HEADER: self._secret}, connector=aiohttp.TCPConnector(limit=0)

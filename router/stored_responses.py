@@ -9,7 +9,7 @@ import asyncio
 
 import aiohttp
 
-from router.directory import Directory
+from router.directory import Directory, ReplicaEntry
 from workers.messages import SALT_HEADER
 
 _PROBE_TIMEOUT_S = 5.0
@@ -17,17 +17,15 @@ _PROBE_TIMEOUT_S = 5.0
 
 async def find_holder(directory: Directory, response: str, salt: str) -> str | None:
     """Id of the replica that holds `response` for the tenant of `salt`; None where none does."""
-    replicas = [entry.info.id for entry in directory.ready()]
-    answers = await asyncio.gather(*(_holds(directory, replica, response, salt) for replica in replicas))
-    return next((replica for replica, holds in zip(replicas, answers, strict=True) if holds), None)
+    entries = directory.ready()
+    answers = await asyncio.gather(*(_holds(directory, entry, response, salt) for entry in entries))
+    return next((entry.info.id for entry, holds in zip(entries, answers, strict=True) if holds), None)
 
 
-async def _holds(directory: Directory, replica: str, response: str, salt: str) -> bool:
+async def _holds(directory: Directory, entry: ReplicaEntry, response: str, salt: str) -> bool:
     timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
     try:
-        async with directory.ask(
-            replica, f"/v1/responses/{response}", timeout, {SALT_HEADER: salt}
-        ) as answer:
+        async with directory.ask(entry, f"/v1/responses/{response}", timeout, {SALT_HEADER: salt}) as answer:
             return answer.status == 200
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
