@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +28,7 @@ HEAD_LOG = "head.log"
 RAY_FOLDER = "r"
 """Below the session's folder, which stays its user's own: Ray opens its folder to everyone."""
 STARTED_LINE = "Ray runtime started"
+PORTS = range(20_000, 32_000)
 SHORT_FOLDER = "/tmp"
 """Where a session's folder is made: Ray and Serve put sockets up to 90 bytes deep below it, and 107 is the limit."""
 
@@ -98,7 +101,8 @@ def start(config: ClusterConfig, config_path: str, endpoint: str, timeout_s: flo
     temp = Path(tempfile.mkdtemp(prefix="manta-", dir=SHORT_FOLDER))
     log = temp / HEAD_LOG
     mark = uuid.uuid4().hex
-    ports = dict(zip(SERVE_PORTS, map(str, free_ports(len(SERVE_PORTS))), strict=True))
+    taken = {config.http.port, config.ray.port}
+    ports = dict(zip(SERVE_PORTS, map(str, free_ports(len(SERVE_PORTS), besides=taken)), strict=True))
     environment = LOCAL_RAY | SERVE | ports | _haproxy(temp) | dict(os.environ) | {MARK: mark}
     for name in ("RAY_ADDRESS", *DRIVER):
         environment.pop(name, None)
@@ -165,22 +169,39 @@ def logs_of(cluster: ClusterState) -> Path:
     return state.state_folder() / f"ray-{cluster.name}"
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct ports that nothing listens on at this moment."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+def free_ports(count: int, besides: Collection[int] = ()) -> list[int]:
+    """Distinct ports, none of `besides`, that nothing listens on at this moment.
+
+    They lie below those that systems give to outgoing connections, so that none of these takes one before it is
+    used, and come in random order, so that two processes that ask at the same moment hardly get the same.
+    """
+    found: list[int] = []
+    candidates = list(PORTS)
+    random.SystemRandom().shuffle(candidates)
+    for port in candidates:
+        if len(found) == count:
+            return found
+        if port not in besides and _is_free(port):
+            found.append(port)
+    raise RayStartError(
+        f"found {len(found)} free ports from {PORTS.start} to {PORTS.stop - 1}; needed: {count}"
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def _command(config: ClusterConfig, temp: Path) -> list[str]:
     """Every port is either configured or free: two clusters, or another Ray, on one machine do not meet."""
     ray = config.ray
-    client, agent, agent_grpc, runtime_env, metrics = free_ports(5)
+    taken = {config.http.port, ray.port, *([] if ray.dashboard_port is None else [ray.dashboard_port])}
+    client, agent, agent_grpc, runtime_env, metrics = free_ports(5, besides=taken)
     options: dict[str, object] = {
         "node-ip-address": HOST,
         "port": ray.port,
