@@ -74,7 +74,7 @@ Samples = dict[str, list[Sample]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_router", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--scale", type=float, default=1.0, help="part of the requests of each round")
     options = parser.parse_args()
     report, console = Report("router"), terminal()
@@ -96,7 +96,7 @@ def shapes(scale: float) -> list[Shape]:
     return [
         Shape("first byte", 1, requests(100, 20)),
         Shape("20 ms", 32, requests(32, 32), chunks=200, interval_ms=20),
-        Shape("5 ms", 64, requests(128, 64), chunks=200, interval_ms=5),
+        Shape("5 ms", 64, requests(192, 64), chunks=200, interval_ms=5),
         Shape("requests", 32, requests(2000, 100)),
     ]
 

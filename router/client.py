@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from typing import Any, Self, TypeVar
 
+from router.piece_writer import piece_writer
 from router.upstream import RawHeaders
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class ClientStream:
 
     def __init__(self, send: Send, stall_timeout_s: float) -> None:
         self._send = send
+        self._write = piece_writer(send)
         self._stall_timeout_s = stall_timeout_s
         self._suspended: _SuspendedSend | None = None
 
@@ -48,6 +50,8 @@ class ClientStream:
     def push(self, chunk: bytes) -> bool:
         """Send a piece right here, without a task. False: the client is slow, a task must `finish` it."""
         assert self._suspended is None, "finish comes first"
+        if self._write is not None and self._write(chunk):
+            return True
         steps = self._send(_body(chunk, True)).__await__()
         try:
             awaited = next(steps)
