@@ -29,10 +29,10 @@ from typing import NamedTuple
 from rich.console import Console
 
 from benchmarks.harness import Report, interleaved, paired_ratio
+from cache_store.app_server import AppServer, bound_socket
 from cache_store.config import CacheConfig
 from cluster.bench.result import load_result
 from workers.config import EngineConfig, ModelConfig, SimConfig
-from workers.server import AppServer, bound_socket
 from workers.sim.engine import SimEngine
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""The HTTP server of a process that hosts replicas: one uvicorn, with a socket for each of its applications."""
+"""The HTTP server of a process that hosts applications: one uvicorn, with a socket for each of them."""
 
 from __future__ import annotations
 

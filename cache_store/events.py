@@ -132,6 +132,6 @@ class FrameReader:
             del self._buffer[: 4 + length]
             try:
                 message = _decoder.decode(payload)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"undecodable frame: {error}") from error
             yield message

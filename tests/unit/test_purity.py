@@ -13,10 +13,27 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("cache_store", "workers", "router", "cluster")
 
 PURE = (
+    "cache_store.admission",
+    "cache_store.cache_messages",
+    "cache_store.chunk",
+    "cache_store.chunk_path",
+    "cache_store.client",
     "cache_store.config",
+    "cache_store.disk",
     "cache_store.events",
+    "cache_store.eviction",
     "cache_store.keys",
+    "cache_store.leases",
+    "cache_store.load_cost",
+    "cache_store.memory_budget",
+    "cache_store.node_store",
+    "cache_store.quota",
+    "cache_store.remote",
+    "cache_store.staging",
+    "cache_store.store_socket",
     "cache_store.stream",
+    "cache_store.tier_health",
+    "cache_store.wire",
     "workers.config",
     "workers.kv_events",
     "workers.messages",
@@ -27,7 +44,9 @@ PURE = (
     "router.errors",
     "router.index",
     "router.ledger",
+    "router.loadable",
     "router.metrics",
+    "router.plan",
     "router.policy",
     "router.render",
     "router.tenants",
@@ -36,12 +55,22 @@ PURE = (
 HEAVY = ("ray", "vllm", "torch", "transformers", "aiohttp")
 
 CACHE_STORE = (
+    "cache_store.app_server",
+    "cache_store.cache_messages",
+    "cache_store.chunk",
+    "cache_store.client",
     "cache_store.config",
+    "cache_store.event_endpoint",
     "cache_store.events",
     "cache_store.keys",
+    "cache_store.load_cost",
+    "cache_store.node_actor",
     "cache_store.node_address",
+    "cache_store.node_errors",
+    "cache_store.staging",
+    "cache_store.store_stats",
     "cache_store.stream",
-    "cache_store.client",
+    "cache_store.wire",
 )
 # What a package may import of the others: these modules and what is below them.
 ALLOWED: dict[str, tuple[str, ...]] = {
