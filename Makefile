@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	"$$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python bench-index bench-router bench-agreement bench-peers
+.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python bench-index bench-router bench-agreement bench-peers lab
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ test-full: setup lint ## all tests but those that need a GPU
 
 test-gpu: setup ## tests that need a GPU
 	@$(RUN) pytest -m gpu
+
+HOSTS ?= 3
+lab: setup ## hosts on this machine to deploy on, cut and kill, until Ctrl-C (root; HOSTS=3)
+	@$(RUN) tests.hosts --hosts $(HOSTS)
 
 lint: setup ## style, format and types
 	@$(RUN) ruff check .
