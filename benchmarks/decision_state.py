@@ -10,7 +10,6 @@ from cache_store.events import PROTOCOL_VERSION, Hello, Load
 from cache_store.keys import chunk_keys, namespace
 from router.config import RouterConfig
 from router.core import Query, RouterCore
-from router.directory import ReplicaEntry
 from router.render import Rendered
 from workers.messages import ReplicaInfo
 
@@ -26,7 +25,8 @@ def core_with(replicas: int, chunk_tokens: int) -> RouterCore:
     for number in range(replicas):
         info = ReplicaInfo(f"unified-{number}", "unified", "node", f"127.0.0.1:{20000 + number}", (MODEL,))
         hello = Hello(PROTOCOL_VERSION, info.id, number, IDENTITY, chunk_tokens)
-        core.directory._entries[info.id] = ReplicaEntry(info, hello=hello, load=_BUSY, connected=True)
+        entry = core.directory._entries[info.id] = core.directory._entry(info)
+        entry.load, entry.stream.hello, entry.stream.connected = _BUSY, hello, True
         for request in range(number % 8):
             core.ledger.reserve(info.id, f"open-{number}-{request}", 500)
     assert len(core.directory.ready()) == replicas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -50,6 +51,7 @@ class Entries:
     def __init__(self) -> None:
         self.bytes = 0
         self._slots: dict[ChunkKey, int] = {}
+        self._keys: list[ChunkKey | None] = []
         self._free = array("I")
         self._kinds: list[Kind] = []
         self._kind_numbers: dict[Kind, int] = {}
@@ -125,8 +127,10 @@ class Entries:
     def _new_slot(self, key: ChunkKey) -> int:
         if self._free:
             slot = self._free.pop()
+            self._keys[slot] = key
         else:
-            slot = len(self._kind)
+            slot = len(self._keys)
+            self._keys.append(key)
             for column in (self._kind, self._ranks, self._nbytes, self._part_bytes, self._cost_s, self._used):
                 column.append(0)
         self._slots[key] = slot
@@ -146,6 +150,8 @@ class Entries:
         self.bytes -= entry.nbytes
         for column in (self._kind, self._ranks, self._nbytes, self._part_bytes, self._cost_s, self._used):
             column[slot] = 0
+        self._keys[slot] = None
+        self._used[slot] = math.inf
         self._free.append(slot)
         return entry
 
@@ -158,14 +164,15 @@ class Entries:
         return True
 
     def unused_since(self, moment: float) -> list[ChunkKey]:
+        """Not those of free slots, whose last use is never."""
         used = np.frombuffer(self._used, np.float64)
-        old = set(np.flatnonzero(used < moment).tolist()).difference(self._free)
-        return [key for key, slot in self._slots.items() if slot in old] if old else []
+        return [key for slot in np.flatnonzero(used < moment) if (key := self._keys[slot]) is not None]
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the structure contradicts itself."""
         assert sorted([*self._slots.values(), *self._free]) == list(range(len(self._ranks)))
-        assert all(self._ranks[slot] == 0 for slot in self._free)
+        assert all(self._keys[slot] == key for key, slot in self._slots.items())
+        assert all(self._keys[slot] is None and self._ranks[slot] == 0 for slot in self._free)
         assert self.bytes == sum(self._nbytes) == sum(self._nbytes[slot] for slot in self._slots.values())
         assert len(self._kinds) == len(self._kind_numbers)
         for key in self._slots:

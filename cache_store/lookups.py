@@ -17,6 +17,8 @@ from cache_store.write_behind import WriteBehind
 
 MAX_SOURCES = 256
 """Of a plan that are looked at."""
+MOST_AHEAD = 1024
+"""Chunks of a look-up that are moved ahead of their loads."""
 
 
 class Run(NamedTuple):
@@ -116,7 +118,7 @@ class Lookups:
 
     def _bring_closer(self, run: Run) -> None:
         by_node: dict[str, list[ChunkKey]] = {}
-        for i, key in enumerate(run.keys):
+        for i, key in enumerate(run.keys[:MOST_AHEAD]):
             if run.tiers[i] == DRAM:
                 chunk = self._dram.complete(key, run.world_size)
                 if chunk is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cache_store.chunk import ChunkError, Header, verify
@@ -118,7 +118,7 @@ class Moves:
 
     def _sources(
         self, key: ChunkKey, rank: int, now: bool, fetched: asyncio.Task[Mapping[PartName, Lent]] | None
-    ) -> Any:
+    ) -> Iterator[Coroutine[Any, Any, Arrival]]:
         for shelf in self._shelves:
             if fetched is not None and shelf.code > PEER:
                 yield self._from_peer(key, rank, fetched)
@@ -151,9 +151,7 @@ class Moves:
             if room and (key not in shelf.entries or (header.nbytes, header.tenant) != (nbytes, tenant)):
                 # Dropped meanwhile, or only its path was known.
                 self._dram.cancel(nbytes, tenant)
-                room = (
-                    key in shelf.entries and self._dram.reserve(key, header.nbytes, header.tenant) is None
-                )
+                room = key in shelf.entries and self._dram.reserve(key, header.nbytes, header.tenant) is None
             if room:
                 await self._put(shelf.code, header, payload)
             self._meter.record(shelf.code, header.nbytes, self._clock() - began)
@@ -203,7 +201,7 @@ class Moves:
 
     async def _pull(self, key: ChunkKey, rank: int, lent: Lent, began: float) -> Arrival:
         header = lent.header
-        if header.rank != rank or header.key != key or not self._dram.fits(header):
+        if header.rank != rank or header.key != key or header.nbytes <= 0 or not self._dram.fits(header):
             return self._corrupt_peer(
                 f"a part of rank {header.rank} of {header.world_size}, asked for rank {rank}"
             )

@@ -7,14 +7,13 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cache_store.admission import admission_from
 from cache_store.chunk import Header
 from cache_store.config import CacheConfig
 from cache_store.dram import Dram
 from cache_store.events import ChunkKey, Tier
-from cache_store.eviction import Eviction, eviction_from
+from cache_store.eviction import eviction_from
 from cache_store.file_tier import FileTier
 from cache_store.leases import Leases
 from cache_store.load_cost import BandwidthMeter
@@ -26,6 +25,7 @@ from cache_store.peers import Lent, NoPeers, PartName, Peers
 from cache_store.quota import Quotas
 from cache_store.saves import Saves
 from cache_store.shelf import Shelf
+from cache_store.shelves import shelves
 from cache_store.store_report import chunk_infos, tier_stats
 from cache_store.store_stats import ChunkInfo, StoreCounters, StoreStats
 from cache_store.stream import Publisher
@@ -40,8 +40,6 @@ __all__ = ["LoadResult", "NodeStore"]
 COPY_THREADS = 4
 PREFETCH_LEASE_S = 60.0
 EXPIRE_EVERY_S = 1.0
-RELIST_S = 60.0
-"""How often is looked what other nodes have put into the remote tier."""
 CLOSE_LIMIT_S = 10.0
 
 
@@ -87,7 +85,7 @@ class NodeStore:
             clock=clock,
             on_evicted=lambda chunks: _count(self.counters.evicted, DRAM, chunks),
         )
-        self._shelves = list(_shelves(config, disk, remote, self._leases, publisher, self.counters, clock))
+        self._shelves = list(shelves(config, disk, remote, self._leases, publisher, self.counters, clock))
         self._moves = Moves(
             dram=self._dram,
             shelves=self._shelves,
@@ -173,6 +171,7 @@ class NodeStore:
 
     async def save(self, header: Header, payload: memoryview) -> SaveOutcome:
         """Keep a copy of `payload`, which may change once this has returned or raised."""
+        self._lookups.catch_up()
         return await self._saves.save(header, payload)
 
     def release(self, lease: int) -> None:
@@ -182,7 +181,7 @@ class NodeStore:
     def corrupt(self, key: ChunkKey, tier: int) -> None:
         """An engine found that what it loaded from `tier` is not what its header says: drop it there and here."""
         _count(self.counters.corrupt, tier if tier in range(len(TIER_NAMES)) else ABSENT, 1)
-        self._drop(key, [shelf for shelf in self._shelves if shelf.code == tier])
+        self._drop([key], [shelf for shelf in self._shelves if shelf.code == tier])
 
     # For routers and other nodes
 
@@ -239,30 +238,31 @@ class NodeStore:
     ) -> int:
         """Drop these chunks, or all, from the tiers; pinned ones stay. How many left at least one tier."""
         if keys is None:
-            keys = itertools.chain(list(self._dram.chunks), *(list(shelf.entries) for shelf in self._shelves))
-        shelves = [shelf for shelf in self._shelves if shelf.tier in tiers]
-        return sum(
-            self._drop(key, shelves, "dram" in tiers)
-            for key in dict.fromkeys(keys)
-            if not self._leases.is_pinned(key)
+            keys = itertools.chain(self._dram.chunks, *(shelf.entries for shelf in self._shelves))
+        unpinned = [key for key in dict.fromkeys(keys) if not self._leases.is_pinned(key)]
+        return self._drop(
+            unpinned, [shelf for shelf in self._shelves if shelf.tier in tiers], "dram" in tiers
         )
 
-    def _drop(self, key: ChunkKey, shelves: Sequence[Shelf], dram: bool = True) -> bool:
-        """Whether the chunk, or a part of it, was in one of these."""
-        found = False
-        if dram and key in self._dram.chunks:
-            self._dram.drop([key])
-            found = True
+    def _drop(self, keys: Sequence[ChunkKey], shelves: Sequence[Shelf], dram: bool = True) -> int:
+        """Of how many chunks a part was in one of these."""
+        dropped = set[ChunkKey]()
+        if dram:
+            there = [key for key in keys if key in self._dram.chunks]
+            dropped.update(there)
+            self._dram.drop(there)
         for shelf in shelves:
-            if key in shelf:
-                shelf.drop([key])
-                found = True
-        if found and not self._tiers(key):
-            self._leases.unpin(key)
-        return found
+            there = [key for key in keys if key in shelf]
+            dropped.update(there)
+            shelf.drop(there)
+        for key in dropped:
+            if self._leases.is_pinned(key) and not self._tiers(key):
+                self._leases.unpin(key)
+        return len(dropped)
 
     def expire(self) -> None:
         """End leases that have run out, and drop what `ttl_s` says. `start` has this called every second."""
+        self._lookups.catch_up()
         self._leases.expire()
         for shelf in self._shelves:
             shelf.tend()
@@ -312,46 +312,6 @@ class NodeStore:
         self.check_integrity()
         self._dram.check_rest()
         assert not len(self._moves.flights) + len(self._write_behind) + self._saves.in_flight
-
-
-def _shelves(
-    config: CacheConfig,
-    disk: FileTier | None,
-    remote: FileTier | None,
-    leases: Leases,
-    publisher: Publisher,
-    counters: StoreCounters,
-    clock: Callable[[], float],
-) -> Iterator[Shelf]:
-    """The fastest first."""
-
-    def shelf(
-        tier: Tier,
-        files: FileTier,
-        eviction: Eviction | None,
-        admission: str,
-        timeout_s: float,
-        rescan_s: float | None,
-    ) -> Shelf:
-        return Shelf(
-            tier,
-            files,
-            eviction=eviction,
-            admission=admission_from(admission),
-            timeout_s=timeout_s,
-            max_writing=config.save_mib_in_flight << 20,
-            leases=leases,
-            publisher=publisher,
-            counters=counters,
-            clock=clock,
-            rescan_s=rescan_s,
-        )
-
-    if disk is not None:
-        eviction = eviction_from(config.disk.eviction)
-        yield shelf("disk", disk, eviction, config.disk.admission, config.disk.timeout_s, None)
-    if remote is not None:
-        yield shelf("remote", remote, None, config.remote.admission, config.remote.timeout_s, RELIST_S)
 
 
 def _quotas(config: CacheConfig) -> Quotas:

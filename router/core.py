@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import get_args
 
-from cache_store.events import ChunkKey
+from msgspec.structs import astuple
+
+from cache_store.events import ChunkKey, Tier
 from cache_store.keys import chunk_keys, namespace
+from cache_store.wire import Source
 from router.admission import WaitingRoom
+from router.cache_directory import CacheDirectory
 from router.config import RouterConfig
 from router.decision_log import DecisionLog, Measured
 from router.directory import Directory, ReplicaEntry
 from router.index import Match, PrefixIndex
 from router.ledger import Ledger, Reservation
+from router.loadable import Loadable
 from router.metrics import RouterMetrics
+from router.plan import loadable, make_plan
 from router.policy import Policy, ReplicaView, RouteRequest, policy_from
 from router.render import Rendered
-from workers.messages import ReplicaInfo
+from workers.messages import Plan, ReplicaInfo
 
 _LOG_CAPACITY = 1024
 _NO_KEYS: list[list[ChunkKey]] = []
@@ -36,10 +44,13 @@ class Query:
     rendered: Rendered
     salt: str
     body_bytes: int
+    tenant: str = ""
     tried: set[str] = field(default_factory=set)
     """Replicas that failed this request; not asked again."""
     only: str = ""
     """The one replica that can serve this request, because it holds what the request continues; empty for any."""
+    new_work: bool = True
+    """False for what asks after work that a replica has already; then one that drains may serve it."""
     keys: dict[tuple[bytes, int, str], list[list[ChunkKey]]] = field(default_factory=dict)
 
     @property
@@ -73,6 +84,8 @@ class Placed:
     matched_tokens: int
     number: int
     """In the decision log."""
+    plan: Plan | None = None
+    """Where the cluster has KV of the prompt; None where nothing is shared."""
 
 
 class RouterCore:
@@ -93,11 +106,13 @@ class RouterCore:
         self.directory = Directory(
             self.index, self.ledger, secret, config.heartbeat_timeout_s, self.room.wake, clock
         )
+        self.caches = CacheDirectory(self.index, secret, lambda: 2 * self.config.heartbeat_timeout_s)
         self._policy: Policy
         self._pools: dict[str, tuple[ReplicaInfo, ...]] = {}
         self.configure(config)
         self.metrics.watch_queue(lambda: len(self.room))
-        self.metrics.watch_index("hbm", lambda: self._indexed_chunks())
+        for tier in get_args(Tier):
+            self.metrics.watch_index(tier, partial(self._indexed_chunks, tier))
 
     def configure(self, config: RouterConfig) -> None:
         """Take over limits and weights, live."""
@@ -114,7 +129,7 @@ class RouterCore:
 
     def place(self, query: Query) -> Placed | None:
         """Decide, and reserve in the same step. None when no replica that was not tried has room."""
-        entries = {entry.info.id: entry for entry in self.directory.ready() if self._may_serve(entry, query)}
+        entries = {entry.info.id: entry for entry in self._candidates(query)}
         matches: dict[int, list[Match]] = {}
         views = [self._view(entry, query, matches) for entry in entries.values()]
         views = [view for view in views if view.open_requests < self.config.limits.max_requests_per_replica]
@@ -128,7 +143,25 @@ class RouterCore:
         keys = self._keys(entry, query)
         number = self.log.record(request, keys[0] if keys else [], views, choice)
         self.metrics.decided(query.prompt_tokens, choice.matched_tokens)
-        return Placed(entry.info, reservation, choice.matched_tokens, number)
+        plan = self._plan(entry, query, matches[id(keys)]) if len(self.caches) else None
+        return Placed(entry.info, reservation, choice.matched_tokens, number, plan)
+
+    def _plan(self, entry: ReplicaEntry, query: Query, found: list[Match]) -> Plan:
+        """What the replica is told, and its node's cache begins to fetch. A request of several prompts has no plan
+        for each: its engine asks for itself."""
+        holder = self.caches.holder(entry.info.node)
+        if len(found) != 1 or not holder:
+            return Plan(tenant=query.tenant)
+        start = found[0].leading(entry.info.id)
+        plan = make_plan(found[0], start, holder, self.caches.nodes(), query.tenant)
+        ahead = loadable(found[0], start, holder)
+        if ahead.total > ahead.dram:
+            keys = self._keys(entry, query)[0][start : start + ahead.total]
+            sources = [
+                Source(node, first - start, count) for node, first, count in map(astuple, plan.sources)
+            ]
+            self.caches.prefetch(entry.info.node, keys, sources)
+        return plan
 
     def release(self, placed: Placed, measured: Measured) -> None:
         """The request has ended; whoever waits for a place may have this one."""
@@ -138,7 +171,11 @@ class RouterCore:
 
     def has_candidates(self, query: Query) -> bool:
         """Whether any live replica could serve the request, with room or without."""
-        return any(self._may_serve(entry, query) for entry in self.directory.ready())
+        return any(True for _ in self._candidates(query))
+
+    def _candidates(self, query: Query) -> Iterator[ReplicaEntry]:
+        entries = self.directory.ready() if query.new_work else self.directory.reachable()
+        return (entry for entry in entries if self._may_serve(entry, query))
 
     def _may_serve(self, entry: ReplicaEntry, query: Query) -> bool:
         replica = entry.info.id
@@ -165,11 +202,19 @@ class RouterCore:
         chunks = sum(match.leading(replica) for match in found)
         matched = chunks * entry.hello.chunk_tokens if entry.hello is not None else 0
         own = self.ledger.load(replica)
-        return ReplicaView.combine(replica, entry.info.role, matched, own, entry.load, entry.own_at_load)
+        view = ReplicaView.combine(replica, entry.info.role, matched, own, entry.load, entry.own_at_load)
+        holder = self.caches.holder(entry.info.node)
+        if holder and entry.hello is not None and len(found) == 1:
+            ahead = loadable(found[0], found[0].leading(replica), holder)
+            if ahead.total:
+                tokens = Loadable(*(chunks * entry.hello.chunk_tokens for chunks in ahead))
+                view = replace(view, loadable=tokens)
+        return view
 
-    def _indexed_chunks(self) -> int:
-        stats = self.index.stats().get("hbm")
+    def _indexed_chunks(self, tier: Tier) -> int:
+        stats = self.index.stats().get(tier)
         return stats.entries if stats is not None else 0
 
     async def close(self) -> None:
         await self.directory.close()
+        await self.caches.close()

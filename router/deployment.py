@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cache_store.node_address import keep_serve_on_node
+from cache_store.config import CacheConfig
+from cache_store.node_address import keep_serve_on_node, node_address
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.http import RouterApp
@@ -33,7 +34,7 @@ class RouterSpec(BaseModel):
 
     app: str
     endpoint: str
-    """Where clients reach the cluster, for `manta status`."""
+    """Where clients reach the cluster, for `manta status`. A `*` in it stands for the address of the router's node."""
     secret: str
     models: tuple[str, ...]
     renderer: str
@@ -41,6 +42,7 @@ class RouterSpec(BaseModel):
     renderer_args: dict[str, Any] = {}
     env: dict[str, str] = {}
     """Environment of the renderer."""
+    cache: CacheConfig = CacheConfig()
 
 
 @serve.ingress()
@@ -54,7 +56,8 @@ class Router:
         self._core = RouterCore(RouterConfig(), self._spec.secret, ROUTES)
         renderer = _renderer(self._spec)
         await renderer.start()
-        inventory = Inventory(self._core, self._spec.app, DEPLOYMENT, self._spec.endpoint)
+        endpoint = endpoint_on(self._spec.endpoint, node_address())
+        inventory = Inventory(self._core, self._spec.app, DEPLOYMENT, endpoint)
         self._app = RouterApp(
             self._core,
             renderer,
@@ -66,6 +69,12 @@ class Router:
         )
         self._remote = RemoteChoices(self._core, renderer)
         share(self._spec.app, self._core, asyncio.get_running_loop(), self._remote)
+        self._discovery: asyncio.Task[None] | None = None
+        if self._spec.cache.share != "off":
+            from router.cache_discovery import CacheDiscovery
+
+            discovery = CacheDiscovery(self._core.caches, self._spec.app, self._spec.secret, self._spec.cache)
+            self._discovery = asyncio.create_task(discovery.run())
         # The first handle call makes Serve tell this process which replicas there are, and keep telling.
         await self._wake()
 
@@ -104,6 +113,11 @@ class Router:
     async def release(self, ticket: str) -> None:
         """A handle call has ended."""
         self._remote.release(ticket)
+
+
+def endpoint_on(endpoint: str, node: str) -> str:
+    """`node` in the place of a `*`: who listens at every address is reached at that of the node."""
+    return endpoint.replace("*", f"[{node}]" if ":" in node else node)
 
 
 def _renderer(spec: RouterSpec) -> Renderer:

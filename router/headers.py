@@ -89,6 +89,16 @@ def request_head(
     return b"".join(lines)
 
 
+def parse_cached(header: str) -> dict[str, int]:
+    """`hbm=512,computed=98` as a map. What is not of that form is left out."""
+    tokens: dict[str, int] = {}
+    for part in header.split(","):
+        tier, _, count = part.partition("=")
+        if count.isdecimal():
+            tokens[tier] = int(count)
+    return tokens
+
+
 def _line(name: bytes, value: bytes) -> bytes:
     if not _TOKEN.fullmatch(name) or _BAD_VALUE.search(value):
         raise ValueError(f"header {name!r} has a byte that may not stand in a header")

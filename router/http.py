@@ -14,13 +14,14 @@ from typing import Any
 
 from router import errors, routes
 from router.admission import QueueFullError, QueueTimeoutError
-from router.asgi import Scope, check_method, read_body, send_error, serve_lifespan
+from router.asgi import Scope, below_root, check_method, read_body, send_error, serve_lifespan
+from router.cache_admin import CacheAdmin
 from router.client import ClientGone, ClientStalled, ClientWatch, Receive, Send
 from router.core import Placed, Query, RouterCore
 from router.decision_log import Measured
 from router.errors import ApiError
 from router.exchange import Exchange
-from router.headers import ResponseHead
+from router.headers import ResponseHead, parse_cached
 from router.pages import RETRY_AFTER_S, Pages
 from router.relay import Relay
 from router.render import Renderer
@@ -30,10 +31,12 @@ from router.upstream import Address, ConnectFailed, UpstreamError, UpstreamTimeo
 from workers.messages import (
     CACHED_HEADER,
     LENGTHS_HEADER,
+    PLAN_HEADER,
     REPLICA_HEADER,
     REQUEST_ID_HEADER,
     SALT_HEADER,
     SECRET_HEADER,
+    pack_plan,
     pack_prompts,
 )
 
@@ -82,7 +85,7 @@ class RouterApp:
         self._waking: asyncio.Task[None] | None = None
         self._env = env
         self._relay = Relay(core.config.limits)
-        self._pages = Pages(core, describe)
+        self._pages = Pages(core, describe, CacheAdmin(core, self._query, self._run))
         self._tenants: Tenants
         self.configure()
 
@@ -107,13 +110,14 @@ class RouterApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        scope = below_root(scope)
         path, method = scope["path"], scope["method"]
         page, route = self._pages.find(path), routes.find(path)
         answer = _Answer(time.monotonic())
         try:
             if page is not None:
-                check_method(method, ("GET", "HEAD"))
-                await page(scope, send)
+                check_method(method, page.methods)
+                await page.serve(scope, receive, send)
             elif route is not None:
                 check_method(method, route[1])
                 await self._serve(scope, receive, send, answer)
@@ -140,8 +144,20 @@ class RouterApp:
         tenant = self._tenants.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key"))
         body = await read_body(receive, headers, self._core.config.limits.max_body_bytes)
         query = await self._query(scope["path"], body, tenant, headers)
+        await self._run(scope, body, query, receive, send, answer)
+
+    async def _run(
+        self,
+        scope: Scope,
+        body: bytes,
+        query: Query,
+        receive: Receive,
+        send: Send,
+        answer: _Answer | None = None,
+    ) -> None:
         # From here on the client sends nothing more, and leaving is all that it can do.
         with ClientWatch(receive) as watch:
+            answer = answer or _Answer(time.monotonic())
             await watch.unless_gone(self._answer(scope, body, query, send, answer))
 
     async def _query(self, path: str, body: bytes, tenant: str, headers: dict[bytes, bytes]) -> Query:
@@ -157,17 +173,17 @@ class RouterApp:
             rendered=rendered,
             salt=salt(tenant, rendered.client_salt, self._secret),
             body_bytes=len(body),
+            tenant=tenant,
         )
-        response = routes.stored_response(path) or rendered.previous_response_id
+        stored = routes.stored_response(path)
+        response = stored or rendered.previous_response_id
         if response is not None:
-            query.only = await self._holder(response, query.salt)
+            query.new_work = stored is None
+            holder = await find_holder(self._core.directory, response, query.salt, query.new_work)
+            if holder is None:
+                raise errors.unknown_response(response)
+            query.only = holder
         return query
-
-    async def _holder(self, response: str, salt: str) -> str:
-        holder = await find_holder(self._core.directory, response, salt)
-        if holder is None:
-            raise errors.unknown_response(response)
-        return holder
 
     async def _answer(self, scope: Scope, body: bytes, query: Query, send: Send, answer: _Answer) -> None:
         """Place the request, and again elsewhere while replicas fail before their first token."""
@@ -230,6 +246,8 @@ class RouterApp:
         internal = {SECRET_HEADER: self._secret, REQUEST_ID_HEADER: query.request_id, SALT_HEADER: query.salt}
         if query.rendered.prompts is not None:
             body, internal[LENGTHS_HEADER] = pack_prompts(body, query.rendered.prompts)
+        if placed.plan is not None:
+            internal[PLAN_HEADER] = pack_plan(placed.plan)
         limits = self._core.config.limits
         try:
             return self._relay.exchange(
@@ -302,16 +320,6 @@ class RouterApp:
         logger.warning("replica %s failed: %s", placed.replica.id, error)
         if isinstance(error, ConnectFailed):
             self._core.directory.suspect(placed.replica.id)
-
-
-def parse_cached(header: str) -> dict[str, int]:
-    """`hbm=512,computed=98` as a map. What is not of that form is left out."""
-    tokens: dict[str, int] = {}
-    for part in header.split(","):
-        tier, _, count = part.partition("=")
-        if count.isdecimal():
-            tokens[tier] = int(count)
-    return tokens
 
 
 def _answer_headers(placed: Placed, head: ResponseHead) -> list[tuple[bytes, bytes]]:

@@ -30,6 +30,8 @@ class TierMatch:
     """Holder -> how many leading chunks it holds itself, without a gap. Holders of none are left out."""
     present: int = 0
     """Bit i is set when any holder has chunk i."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Holder -> its own such bits; filled for all tiers but hbm, of which only the leading chunks are of use."""
 
     def anywhere(self, start: int = 0) -> int:
         """Consecutive chunks from chunk number `start` on that the tier holds, each by any holder."""
@@ -148,7 +150,15 @@ class _TierIndex:
                     shard[key] = mask ^ bit
         return seen
 
-    def match(self, keys: Sequence[ChunkKey]) -> TierMatch:
+    def held(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
+        """Holder -> bit i set when it has chunk i."""
+        found: dict[int, int] = {}
+        for position, key in enumerate(keys):
+            for slot in _bits(self.shards[key[0]].get(key, 0) & self.live):
+                found[slot] = found.get(slot, 0) | 1 << position
+        return {self._holder(slot): bits for slot, bits in found.items()}
+
+    def match(self, keys: Sequence[ChunkKey], with_held: bool) -> TierMatch:
         shards, live = self.shards, self.live
         unbroken, present, bit, leading = live, 0, 1, {}
         for position, key in enumerate(keys):
@@ -165,7 +175,7 @@ class _TierIndex:
         if keys:
             for slot in _bits(unbroken):
                 leading[self._holder(slot)] = len(keys)
-        return TierMatch(leading, present)
+        return TierMatch(leading, present, self.held(keys) if with_held and present else {})
 
     def sweep(self, max_entries: int) -> int:
         """Visit about that many entries, whole shards at a time; returns how many. 0 when all is clean."""
@@ -259,7 +269,8 @@ class PrefixIndex:
     def match(self, keys: Sequence[ChunkKey]) -> Match:
         """What every holder has of `keys`, the chunk keys of one prompt in their order."""
         return Match(
-            len(keys), {tier: index.match(keys) for tier, index in self._tiers.items() if index.live}
+            len(keys),
+            {tier: index.match(keys, tier != "hbm") for tier, index in self._tiers.items() if index.live},
         )
 
     def sweep(self, max_keys: int) -> bool:

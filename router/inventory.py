@@ -51,7 +51,7 @@ class Inventory:
             "prefill_tokens": load.prefill_tokens if load else 0,
             "open_requests": load.http_requests if load else 0,
             "chunks": chunks,
-            "snapshots": entry.snapshots,
+            "snapshots": entry.stream.snapshots,
             "prefill_rate": load.prefill_rate if load else 0.0,
             "decode_rate": load.decode_rate if load else 0.0,
         }
@@ -65,7 +65,14 @@ class Inventory:
             logger.info("Serve's controller did not name the routers: %r", error)
             return []
         return [
-            {"id": r["replica_id"], "node": r["node_id"], "state": r["state"], "pid": r["pid"]} for r in found
+            {
+                "id": r["replica_id"],
+                "node": r["node_id"],
+                "address": r["node_ip"],
+                "state": r["state"],
+                "pid": r["pid"],
+            }
+            for r in found
         ]
 
 

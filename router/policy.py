@@ -15,6 +15,7 @@ from typing import Protocol, Self
 from cache_store.events import Load
 from router.config import PolicyConfig
 from router.ledger import OwnLoad
+from router.loadable import NOTHING_LOADABLE, Loadable
 from workers.messages import Role
 
 _NOTHING = OwnLoad()
@@ -47,6 +48,8 @@ class ReplicaView:
     draining: bool = False
     last_chosen: int = 0
     """Number of this router's latest decision for the replica; 0 for never."""
+    loadable: Loadable = NOTHING_LOADABLE
+    """Prompt tokens behind the matched ones that its node can load, by where their KV is."""
 
     @classmethod
     def combine(
@@ -137,13 +140,20 @@ class PrefixLoadCost:
 
     load_weight_tokens: float = 512.0
     """Prompt tokens that one open request counts as: it slows a prefill, and it is slowed by one."""
+    loading: tuple[float, float, float, float] = (0.05, 0.1, 0.15, 0.3)
+    """What loading a token costs, as a part of computing it: from the node's memory, from another node's, from the
+    node's disk, from the remote tier."""
 
     def cost(self, request: RouteRequest, view: ReplicaView) -> Cost:
+        loadable = view.loadable.within(request.prompt_tokens - view.matched_tokens)
         # An engine computes at least the last token of a prompt to have something to sample from.
-        missing = max(request.prompt_tokens - view.matched_tokens, 1)
+        missing = max(request.prompt_tokens - view.matched_tokens - loadable.total, 1)
+        loading = sum(part * tokens for part, tokens in zip(self.loading, loadable, strict=True))
         load = self.load_weight_tokens * view.open_requests
         parts = {"missing": float(missing), "pending": float(view.prefill_tokens), "load": load}
-        return Cost(missing + view.prefill_tokens + load, parts)
+        if loading:
+            parts["loading"] = loading
+        return Cost(missing + view.prefill_tokens + load + loading, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class RemoteChoices:
         data = msgspec.json.encode(body)
         rendered = await self._renderer.render(path, data)
         ticket = uuid.uuid4().hex
-        query = Query(ticket, rendered.model or "", rendered, "", len(data), set(exclude))
+        query = Query(ticket, rendered.model or "", rendered, "", len(data), tried=set(exclude))
         placed = self._core.place(query)
         if placed is None:
             return None

@@ -15,9 +15,12 @@ from workers.messages import SALT_HEADER
 _PROBE_TIMEOUT_S = 5.0
 
 
-async def find_holder(directory: Directory, response: str, salt: str) -> str | None:
-    """Id of the replica that holds `response` for the tenant of `salt`; None where none does."""
-    entries = directory.ready()
+async def find_holder(directory: Directory, response: str, salt: str, continues: bool) -> str | None:
+    """Id of the replica that holds `response` for the tenant of `salt`; None where none does.
+
+    One that drains counts too, unless a request `continues` the response: that is new work.
+    """
+    entries = directory.ready() if continues else directory.reachable()
     answers = await asyncio.gather(*(_holds(directory, entry, response, salt) for entry in entries))
     return next((entry.info.id for entry, holds in zip(entries, answers, strict=True) if holds), None)
 

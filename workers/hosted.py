@@ -39,6 +39,9 @@ class HostedReplica:
         self.role: Role = role
         self.engine = engine
         self.draining = False
+        """It stops, once what is open has ended."""
+        self.cordoned = False
+        """An operator drains it. Unlike `draining` this can be undone, and the replica goes on without requests."""
         self.sick = False
         """The last health check failed. Serve takes a while to replace a replica; nothing new should come meanwhile."""
         self._cache = cache
@@ -71,7 +74,9 @@ class HostedReplica:
             loses=self._loses,
         )
         self._tracker = ChunkTracker(identity, info.block_tokens, self._cache.chunk_tokens)
-        self.app = ReplicaApp(ResponseGuard(self.engine.app), self.publisher, self._secret)
+        self.app = ReplicaApp(
+            ResponseGuard(self.engine.app), self.publisher, self._secret, self._set_cordoned
+        )
         self._on_kv_events(self._early)
         self._early = []
         self._reporter = asyncio.create_task(self._report_load())
@@ -105,8 +110,14 @@ class HostedReplica:
             prefill_rate=now.prefill_rate,
             decode_rate=now.decode_rate,
             http_requests=self.app.open_requests,
-            draining=self.draining or self.sick,
+            draining=self.draining or self.cordoned or self.sick,
         )
+
+    def _set_cordoned(self, cordoned: bool) -> bool:
+        self.cordoned = cordoned
+        load = self.load()
+        self.publisher.report(load)
+        return load.draining
 
     async def _report_load(self) -> None:
         last, sent_at = None, 0.0

@@ -7,23 +7,23 @@ body, holds the answer's head until the first token, so that a router may still 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable
 
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cache_store.events import encode_frame
+from cache_store.event_endpoint import knows_secret, send_error, send_whole, serve_events
 from cache_store.stream import Publisher
 from workers.messages import (
     CACHED_HEADER,
-    EVENTS_PATH,
+    DRAIN_PATH,
     LENGTHS_HEADER,
+    PLAN_HEADER,
     REQUEST_ID_HEADER,
     SALT_HEADER,
-    SECRET_HEADER,
-    SNAPSHOT_PATH,
+    DrainState,
+    unpack_plan,
     unpack_prompts,
 )
 from workers.request_record import RequestRecord, current_request
@@ -31,14 +31,21 @@ from workers.request_record import RequestRecord, current_request
 logger = logging.getLogger(__name__)
 
 _MAX_HELD_BYTES = 1024 * 1024
-_EVENTS_BUFFER_BYTES = 64 * 1024 * 1024
 
 
 class ReplicaApp:
     """ASGI application of one replica."""
 
-    def __init__(self, inner: ASGIApp, publisher: Publisher, secret: str) -> None:
+    def __init__(
+        self,
+        inner: ASGIApp,
+        publisher: Publisher,
+        secret: str,
+        set_cordoned: Callable[[bool], bool] = lambda cordoned: cordoned,
+    ) -> None:
+        """`set_cordoned` tells the replica whether to take requests; it returns whether the replica drains now."""
         self._inner = inner
+        self._set_cordoned = set_cordoned
         self._publisher = publisher
         self._secret = secret.encode()
         self.open_requests = 0
@@ -54,15 +61,12 @@ class ReplicaApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers = {name: value for name, value in scope["headers"] if name.startswith(b"x-manta-")}
-        if not hmac.compare_digest(headers.get(SECRET_HEADER.encode(), b""), self._secret):
-            await _error(send, 401, "AuthenticationError", "The cluster's secret is missing or wrong.")
-        elif scope["path"] == EVENTS_PATH:
-            await self._events(receive, send)
-        elif scope["path"] == SNAPSHOT_PATH:
-            frames = [encode_frame(self._publisher.hello), *map(encode_frame, self._publisher.snapshot())]
-            await _plain(send, 200, b"".join(frames))
-        else:
+        if not knows_secret(scope, self._secret):
+            await send_error(send, 401, "AuthenticationError", "The cluster's secret is missing or wrong.")
+        elif scope["path"] == DRAIN_PATH:
+            await self._drain(scope["method"], send)
+        elif not await serve_events(self._publisher, scope["path"], receive, send):
+            headers = {name: value for name, value in scope["headers"] if name.startswith(b"x-manta-")}
             await self._request(scope, receive, send, headers)
 
     async def _request(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
@@ -74,17 +78,19 @@ class ReplicaApp:
         self.idle.clear()
         token = current_request.set(record)
         try:
-            lengths = headers.get(LENGTHS_HEADER.encode())
-            if lengths is not None:
-                body = await _read_body(receive)
-                if body is None:
-                    return
-                try:
+            lengths, plan = headers.get(LENGTHS_HEADER.encode()), headers.get(PLAN_HEADER.encode())
+            body = await _read_body(receive) if lengths is not None else b""
+            if body is None:
+                return
+            try:
+                if plan is not None:
+                    record.plan = unpack_plan(plan.decode("latin-1"))
+                if lengths is not None:
                     body, record.prompts = unpack_prompts(body, lengths.decode("latin-1"))
-                except ValueError as error:
-                    await _error(send, 400, "BadRequestError", str(error))
-                    return
-                scope, receive = _with_body(scope, receive, body)
+                    scope, receive = _with_body(scope, receive, body)
+            except ValueError as error:
+                await send_error(send, 400, "BadRequestError", str(error))
+                return
             await self._inner(scope, receive, _HeldHead(record, send))
         finally:
             current_request.reset(token)
@@ -92,21 +98,12 @@ class ReplicaApp:
             if not self.open_requests:
                 self.idle.set()
 
-    async def _events(self, receive: Receive, send: Send) -> None:
-        subscription = self._publisher.subscribe(_EVENTS_BUFFER_BYTES)
-
-        async def forward(frames: AsyncIterator[bytes]) -> None:
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"application/octet-stream")],
-            }
-        )
-        await _until_disconnect(forward(subscription.frames()), receive, subscription.close)
+    async def _drain(self, method: str, send: Send) -> None:
+        if method not in ("PUT", "DELETE"):
+            await send_error(send, 405, "Method Not Allowed", f"Found {method}, needed PUT or DELETE.")
+            return
+        draining = self._set_cordoned(method == "PUT")
+        await send_whole(send, 200, msgspec.json.encode(DrainState(draining, self.open_requests)))
 
 
 class _HeldHead:
@@ -172,34 +169,3 @@ def _with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Rece
         return {"type": "http.request", "body": body, "more_body": False}
 
     return {**scope, "headers": headers}, receive_body
-
-
-async def _until_disconnect(
-    work: Coroutine[None, None, None], receive: Receive, close: Callable[[], None]
-) -> None:
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        close()
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _error(send: Send, status: int, kind: str, message: str) -> None:
-    """In OpenAI's shape."""
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    await _plain(send, status, json.dumps({"error": error}).encode())
-
-
-async def _plain(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

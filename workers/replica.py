@@ -13,12 +13,13 @@ import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 
+from cache_store.app_server import AppServer, bound_socket
 from cache_store.config import CacheConfig
 from cache_store.node_address import keep_serve_on_node, node_address
 from workers.config import EngineConfig, ModelConfig, PoolConfig
 from workers.hosted import HostedReplica
 from workers.messages import SECRET_HEADER
-from workers.server import AppServer, bound_socket
+from workers.store_address import StoreAddress
 
 logger = logging.getLogger(__name__)
 keep_serve_on_node()
@@ -43,10 +44,11 @@ class Replica:
     async def __init__(self, spec: dict[str, Any]) -> None:  # type: ignore[misc]
         self._spec = ReplicaSpec.model_validate(spec)
         self._server: AppServer | None = None
-        self._hosted = self._make_hosted()
-        await asyncio.gather(*(hosted.start() for hosted in self._hosted))
         host = node_address()
         node = ray.get_runtime_context().get_node_id()
+        self._cache_socket = await self._ensure_cache(node)
+        self._hosted = self._make_hosted()
+        await asyncio.gather(*(hosted.start() for hosted in self._hosted))
         self._server = AppServer(
             [hosted.app for hosted in self._hosted], [bound_socket(host) for _ in self._hosted]
         )
@@ -55,6 +57,20 @@ class Replica:
             for hosted, address in zip(self._hosted, self._server.addresses, strict=True)
         ]
         await self._server.start()
+
+    async def _ensure_cache(self, node: str) -> str:
+        """Path of the cache actor's socket, which this node has from here on; empty where nothing is shared.
+
+        Raises CacheSetupError when the node can't have the cache that is configured.
+        """
+        spec = self._spec
+        # A simulated engine has no KV to give.
+        if spec.cache.share == "off" or spec.engine.kind == "sim":
+            return ""
+        from cache_store.node_actor import ensure_cache_actor
+
+        app = serve.get_replica_context().app_name
+        return (await ensure_cache_actor(app, spec.secret, spec.cache, node)).socket
 
     def _make_hosted(self) -> list[HostedReplica]:
         spec = self._spec
@@ -77,7 +93,8 @@ class Replica:
             )
         from workers.vllm.engine import VllmEngine
 
-        engine = VllmEngine(spec.engine, spec.model, spec.cache, spec.pool.resources.cores)
+        store = StoreAddress(self._cache_socket, replica_id) if self._cache_socket else None
+        engine = VllmEngine(spec.engine, spec.model, spec.cache, spec.pool.resources.cores, store)
         return HostedReplica(replica_id, spec.pool.role, engine, spec.cache, spec.secret)
 
     # What Serve calls.

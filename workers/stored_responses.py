@@ -3,6 +3,9 @@
 A response belongs to the cache salt that it was made under. Whoever asks for it, cancels it or continues it under
 another salt gets the answer of a response that does not exist. Pure ASGI, between the replica's HTTP layer and the
 OpenAI application.
+
+The call that makes a response in the background lasts, for the layer above, until that response has ended: so it
+counts as an open request, which draining waits for.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from workers import background
 from workers.request_record import current_request
 
 RESPONSES_PATH = "/v1/responses"
@@ -24,6 +29,8 @@ _IN_PATH = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?")
 
 class _Body(msgspec.Struct):
     previous_response_id: str | None = None
+    background: Any = None
+    """Whatever is truthy: vLLM reads more than `true` as such, and no odd value may hide the field above."""
 
 
 class ResponseGuard:
@@ -56,7 +63,8 @@ class ResponseGuard:
             messages.append(await receive())
             if messages[-1]["type"] == "http.disconnect":
                 return
-        previous = _previous(b"".join(message.get("body", b"") for message in messages))
+        asked = _parsed(b"".join(message.get("body", b"") for message in messages))
+        previous = asked.previous_response_id
         if previous is not None and self._owners.get(previous) != salt:
             await _not_found(send, previous)
             return
@@ -65,17 +73,19 @@ class ResponseGuard:
         async def again() -> Message:
             return next(replayed, None) or await receive()
 
-        await self._inner(scope, again, self._learning(send, salt))
+        # The application writes into the scope that it is given, and this one may be needed again.
+        made: list[str] = []
+        await self._inner(dict(scope), again, self._learning(send, salt, made))
+        if asked.background and made:
+            await background.ended(self._inner, scope, made[0])
 
-    def _learning(self, send: Send, salt: str) -> Send:
-        """The id stands in the first bytes of an answer, streamed or not."""
-        learned = False
+    def _learning(self, send: Send, salt: str, made: list[str]) -> Send:
+        """The id stands in the first bytes of an answer, streamed or not. `made` gets it."""
 
         async def learn(message: Message) -> None:
-            nonlocal learned
-            if not learned and (found := _ID.search(message.get("body", b""))):
-                learned = True
-                self._owners[found[1].decode()] = salt
+            if not made and (found := _ID.search(message.get("body", b""))):
+                made.append(found[1].decode())
+                self._owners[made[0]] = salt
                 while len(self._owners) > self._max_owners:
                     self._owners.popitem(last=False)
             await send(message)
@@ -83,11 +93,11 @@ class ResponseGuard:
         return learn
 
 
-def _previous(body: bytes) -> str | None:
+def _parsed(body: bytes) -> _Body:
     try:
-        return msgspec.json.decode(body, type=_Body).previous_response_id
+        return msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # vLLM has better words for what is wrong with it
+        return _Body()  # vLLM has better words for what is wrong with it
 
 
 async def _not_found(send: Send, response: str) -> None:

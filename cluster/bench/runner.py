@@ -14,7 +14,7 @@ from cluster.bench.conversation import Conversation, Planned
 from cluster.bench.prompts import PromptWriter
 from cluster.bench.record import RequestRecord, RunOutcome
 from cluster.bench.workloads import Session, planned_requests, sessions
-from router.http import parse_cached
+from router.headers import parse_cached
 from workers.messages import CACHED_HEADER, REPLICA_HEADER
 
 PREFILL_HEADER = "x-manta-prefill"

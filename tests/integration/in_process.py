@@ -19,12 +19,13 @@ from cache_store.keys import chunk_keys, namespace
 from cluster.render_sim import SimRenderer
 from router.config import RouterConfig
 from router.core import RouterCore
-from router.http import RouterApp, parse_cached
+from router.headers import parse_cached
+from router.http import RouterApp
 from router.routes import ROUTES
 from workers.config import EngineConfig, ModelConfig, SimConfig
 from workers.hosted import HostedReplica
 from workers.messages import ReplicaInfo
-from workers.server import AppServer, bound_socket
+from cache_store.app_server import AppServer, bound_socket
 from workers.sim.block_cache import Content
 from workers.sim.engine import SimEngine
 from workers.sim.generation import Generation

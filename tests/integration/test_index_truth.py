@@ -46,7 +46,7 @@ async def test_lost_deltas_are_noticed_without_further_ones_and_repaired_by_a_sn
         await until(lambda: all(router.knows([node]) for router in cluster.routers))
         for router in cluster.routers:
             (entry,) = router.core.directory
-            assert 1 <= entry.snapshots <= lost
+            assert 1 <= entry.stream.snapshots <= lost
         await ask(cluster, "l0", tokens=5 * CHUNK_TOKENS)
         assert list(cluster.core.log)[-1].choice.matched_tokens == 4 * CHUNK_TOKENS  # type: ignore[union-attr]
 
@@ -169,7 +169,7 @@ async def test_a_stream_that_breaks_before_its_load_report_leaves_nothing(cluste
 
 
 async def test_configuration_changes_live_and_streams_go_on(cluster: Cluster) -> None:
-    tasks = [entry.task for entry in cluster.core.directory]
+    tasks = [entry.stream.task for entry in cluster.core.directory]
     cluster.router.configure(policy={"kind": "round_robin"}, limits={"max_requests_per_replica": 1})
     same = [await ask(cluster, "same") for _ in range(4)]
     assert same[0] != same[1]
@@ -178,7 +178,7 @@ async def test_configuration_changes_live_and_streams_go_on(cluster: Cluster) ->
     first = await ask(cluster, "other")
     await until(lambda: cluster.router.knows(cluster.nodes))
     assert {await ask(cluster, "other") for _ in range(4)} == {first}
-    assert [entry.task for entry in cluster.core.directory] == tasks
+    assert [entry.stream.task for entry in cluster.core.directory] == tasks
     assert all(task is not None and not task.done() for task in tasks)
 
 

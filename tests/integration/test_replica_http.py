@@ -15,7 +15,7 @@ from tests.integration.in_process import MODEL, SECRET, Cluster, chat, http_clie
 from workers.http import ReplicaApp
 from workers.messages import EVENTS_PATH, LENGTHS_HEADER, SECRET_HEADER, SNAPSHOT_PATH
 from workers.request_record import current_request
-from workers.server import AppServer, bound_socket
+from cache_store.app_server import AppServer, bound_socket
 
 
 @pytest.fixture
