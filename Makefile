@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	"$$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python bench-index bench-router bench-agreement bench-peers lab
+.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python bench-index bench-router bench-agreement bench-store bench-peers lab
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench-router: setup ## what the deployed router adds to a request and a token, b
 
 bench-agreement: setup ## our serving benchmark beside vLLM's own, on the same endpoint; four minutes
 	@$(RUN) benchmarks.bench_agreement
+
+bench-store: setup ## what the stores of KV do, beside other stores and beside no store; twenty minutes
+	@$(RUN) benchmarks.bench_store
 
 bench-peers: need-python ## install the peers that benchmarks measure beside, in .venv-bench
 	@$(PYTHON) -m venv .venv-bench

@@ -47,7 +47,7 @@ RULES: dict[str, Effect] = {
     "router": "live",
     "router.replicas": "scales",
     "router.num_cpus": "routers",
-    "cache": "replicas",
+    "cache": "both",
     "http": "start",
     "http.route_prefix": "routers",
     "placement.use_roles": "both",

@@ -196,7 +196,7 @@ def _commands(plan: RayUp, provider: Provider, head_address: str, roles: Sequenc
             *([Note("What each host is for."), *roles] if roles else []),
             f"{SCRIPTS}/install.sh {install}",
         ],
-        "head_setup_commands": _cloud_client(provider, lock, shipping.venv),
+        "head_setup_commands": _head_setup(provider, lock, shipping.venv),
         "worker_setup_commands": worker_setup if config.cache.disk.path else [],
         Note("\n" + _START): None,
         "head_start_ray_commands": [
@@ -206,10 +206,10 @@ def _commands(plan: RayUp, provider: Provider, head_address: str, roles: Sequenc
     }
 
 
-def _cloud_client(provider: Provider, lock: str, venv: str) -> list[str]:
-    """The autoscaler on the head speaks to the cloud; what for does not belong to the locks of every machine."""
+def _head_setup(provider: Provider, lock: str, venv: str) -> list[Any]:
     if provider == "local":
-        return []
+        return [Note("With `ray up --no-restart`, for the autoscaler that runs."), f"{SCRIPTS}/hosts.sh"]
+    # The autoscaler speaks to the cloud; what for does not belong to the locks of every machine.
     python = f"{venv or f'{BASE}/venv'}/bin/python"
     limits = "" if venv else f" -c {BASE}/requirements/{lock}.lock"
     return [f"{python} -m pip install --quiet{limits} {CLIENTS[provider]}"]

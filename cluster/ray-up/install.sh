@@ -52,7 +52,8 @@ fi
 
 # Ray runs its commands in login shells, which know the environment from here.
 cat >"$base/profile.sh" <<END
-export PATH="$venv/bin:\$PATH"
+export MANTA_VENV="$venv"
+export PATH="$here/bin:\$MANTA_VENV/bin:\$PATH"
 set -a; [ ! -f "$base/ray.env" ] || . "$base/ray.env"; set +a
 END
 touch ~/.bashrc

@@ -1,8 +1,5 @@
 #!/usr/bin/env bash
-# Become the Ray of this host, as start.sh was told. Run by the supervisor.
-#
-# `ray start --block` ends with an error when a part of Ray ends by itself, and waits when `ray stop` has ended it: so
-# the one is started again, and the other is not.
+# Become the Ray of this host, as start.sh was told. Run by the supervisor; ends when a part of Ray ends by itself.
 set -euo pipefail
 base=$(cd "$(dirname "$0")/.." && pwd)
 # shellcheck source=/dev/null

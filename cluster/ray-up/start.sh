@@ -64,7 +64,7 @@ if [ "$keep" = yes ] && [ "$wanted" = "$(cat "$base/started" 2>/dev/null)" ] && 
     exit 0
 fi
 
-"$here/stop.sh"
+"$here/stop.sh" >/dev/null || true
 saved >"$base/node.env"
 printf 'exec %s\n' "$started" >"$base/command"
 : >"$log"

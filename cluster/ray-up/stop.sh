@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Stop Ray on this host, and its supervisor, so that it stays stopped. The cache's files stay.
+# Stop Ray on this host, and its supervisor, so that it stays stopped. The cache's files stay. Takes the options of
+# `ray stop`.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 base=$(dirname "$here")
@@ -13,7 +14,11 @@ rm -f "$base/supervisor.pid" "$base/started"
 # The number may have gone to another program since.
 [ -n "$supervisor" ] && grep -qs supervise.sh "/proc/$supervisor/cmdline" && kill "$supervisor"
 # shellcheck source=/dev/null
-[ -f "$base/profile.sh" ] && . "$base/profile.sh"
-command -v ray >/dev/null && ray stop >/dev/null
+[ ! -f "$base/profile.sh" ] || . "$base/profile.sh"
+stopped=0
+if [ -x "${MANTA_VENV:-}/bin/ray" ]; then
+    "$MANTA_VENV/bin/ray" stop "$@"
+    stopped=$?
+fi
 [ -z "$supervisor" ] || "$here/sweep.sh" "$supervisor"
-exit 0
+exit $stopped

@@ -12,7 +12,7 @@ from cluster.config_docs import RULES, Effect, Row, markdown, tables
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 ROWS = [row for table in tables() for row in table.rows]
-DEPLOYED = [row for row in ROWS if row.effect != "start"]
+DEPLOYED = [row for row in ROWS if row.effect not in ("start", "deploy")]
 
 BASE: dict[str, Any] = {
     "model": {"path": "org/model"},
@@ -42,6 +42,25 @@ CHANGED: dict[str, Any] = {
     "router.admin_key": "admin",
     "router.policy.kind": "round_robin",
     "cache.chunk_tokens": 512,
+    "cache.share": "on",
+    "cache.every_node": True,
+    "cache.ttl_s": 60.0,
+    "cache.quota_mib": {"a": 64},
+    "cache.default_quota_mib": 64,
+    "cache.dram.mib": 64,
+    "cache.dram.eviction": "lru",
+    "cache.disk.path": "/var/cache/manta",
+    "cache.disk.eviction": "s3fifo",
+    "cache.disk.admission": "always",
+    "cache.disk.mib": 8192,
+    "cache.remote.uri": "s3://bucket/prefix",
+    "cache.remote.admission": "always",
+    "cache.save_mib_in_flight": 512,
+    "cache.staging_mib": 128,
+    "http.route_prefix": "/other",
+    "placement.use_roles": True,
+    "placement.max_replicas_per_node": 1,
+    "placement.max_routers_per_node": 1,
 }
 """Another valid value of fields that are no plain numbers; a number is raised by one."""
 
@@ -77,12 +96,17 @@ def parts(data: dict[str, Any]) -> dict[str, Any]:
     options = pool._deployment_config
     return {
         "application": router.init_args[0]["app"],
-        "router": (router.version, router.ray_actor_options),
+        "router": (
+            router.version,
+            router.ray_actor_options,
+            router._replica_config.max_replicas_per_node,
+        ),
         "pool": (
             pool.name,
             pool.version,
             pool.ray_actor_options,
             pool._replica_config.placement_group_bundles,
+            pool._replica_config.max_replicas_per_node,
         ),
         "counts": (router.num_replicas, options.num_replicas, options.autoscaling_config),
         "live": router.user_config,

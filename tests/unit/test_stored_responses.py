@@ -82,6 +82,16 @@ async def test_to_another_tenant_a_response_does_not_exist(guard: ResponseGuard,
     assert len(store.bodies) == 1
 
 
+@pytest.mark.parametrize("background", [1, "true", {}, [], None, 0.5])
+async def test_no_odd_value_elsewhere_opens_a_response_of_another_tenant(
+    guard: ResponseGuard, store: Store, background: Any
+) -> None:
+    made = (await create(guard, "mine")).json()["id"]
+    refused = await create(guard, "other", previous_response_id=made, background=background)
+    assert refused.status_code == 404
+    assert len(store.bodies) == 1
+
+
 @pytest.mark.parametrize("path", ["/v1/responses/", "/v1/responses/x/y", "/v1/responses/x/cancel/z"])
 async def test_odd_paths_below_responses_are_not_found(guard: ResponseGuard, path: str) -> None:
     assert (await ask(guard, "GET", path, "")).status_code == 404
