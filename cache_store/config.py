@@ -62,6 +62,11 @@ class CacheConfig(Section):
         description="Whether engines save KV to the cluster and load it from there; `auto` serves a model whose KV "
         "can't be shared without sharing it, `on` refuses it.",
     )
+    load_when: Literal["faster", "always"] = Field(
+        "faster",
+        description="`faster`: chunks are loaded when measured rates say that it beats computing them; `always`: "
+        "whenever they are there.",
+    )
     every_node: bool = Field(
         False, description="A cache actor on nodes without replicas too, for their memory and disks."
     )

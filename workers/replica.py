@@ -93,7 +93,9 @@ class Replica:
             )
         from workers.vllm.engine import VllmEngine
 
-        store = StoreAddress(self._cache_socket, replica_id) if self._cache_socket else None
+        store = None
+        if self._cache_socket:
+            store = StoreAddress(self._cache_socket, replica_id, spec.cache.load_when)
         engine = VllmEngine(spec.engine, spec.model, spec.cache, spec.pool.resources.cores, store)
         return HostedReplica(replica_id, spec.pool.role, engine, spec.cache, spec.secret)
 

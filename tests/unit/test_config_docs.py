@@ -43,6 +43,7 @@ CHANGED: dict[str, Any] = {
     "router.policy.kind": "round_robin",
     "cache.chunk_tokens": 512,
     "cache.share": "on",
+    "cache.load_when": "always",
     "cache.every_node": True,
     "cache.ttl_s": 60.0,
     "cache.quota_mib": {"a": 64},

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ import psutil
 from starlette.types import ASGIApp
 
 from cache_store.config import CacheConfig
-from cache_store.keys import EngineIdentity
+from workers.admissions import Admissions
 from workers.config import EngineConfig, ModelConfig
 from workers.cores import CoreLease, lease_cores, running_on, split_cores
 from workers.engine import EngineInfo, EngineLoad, EngineUnhealthyError
-from workers.fingerprint import model_id
 from workers.kv_events import KVEventSink
 from workers.placement import ranks
+from workers.store_address import StoreAddress
 from workers.vllm.events import EventReader
+from workers.vllm.transfer_config import NAME
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +42,27 @@ class VllmEngine:
     app: ASGIApp
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, cache: CacheConfig, cores: int = 0) -> None:
-        """`cores`: how many an engine on the CPU has to itself; 0 leaves it on any."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        cache: CacheConfig,
+        cores: int = 0,
+        store: StoreAddress | None = None,
+    ) -> None:
+        """`cores`: how many an engine on the CPU has to itself; 0 leaves it on any. `store`: where KV is shared,
+        unless `cache.share` is off."""
         self._config = config
         self._model = model
         self._cache = cache
         self._cores = cores
+        self._store = store if cache.share != "off" else None
+        self._admissions = Admissions() if self._store is not None else None
         self._lease: CoreLease | None = None
         self._folder: Path | None = None
         self._llm: Any = None
         self._reader: asyncio.Task[None] | None = None
-        self._stats = _LastStats()
+        self._stats = _LastStats(self._admissions)
         self._answered_at = time.monotonic()
         self._probe: asyncio.Task[Any] | None = None
 
@@ -65,19 +76,21 @@ class VllmEngine:
 
         from workers.vllm.adapters import engine_names, publish_names
         from workers.vllm.arguments import parse_engine_args
+        from workers.vllm.identity import weights_of
         from workers.vllm.llm import ObservedLLM
         from workers.vllm.prompt_adapter import install
 
         names = engine_names(self._model)
-        args = parse_engine_args(
-            self._model.path, self._model.served_name, self._config.args, self._extra_args(names)
-        )
+        revision = self._config.args.get("revision")
+        weights = await asyncio.to_thread(weights_of, self._model.path, revision)
+        extra = self._extra_args(names) + self._store_args(weights)
+        args = parse_engine_args(self._model.path, self._model.served_name, self._config.args, extra)
         # vLLM's uni executor binds no threads at all.
-        with running_on(cores):
+        with running_on(cores), self._explained():
             self._llm = ObservedLLM.from_engine_args(
                 AsyncEngineArgs.from_cli_args(args), stat_loggers=[self._stats.factory]
             )
-        self._llm.observe()
+        self._llm.observe(self._admissions)
         install(self._llm.renderer)
         self._reader = asyncio.create_task(EventReader(*self._endpoints(), sink).run())
         tasks = await self._llm.get_supported_tasks()
@@ -86,7 +99,7 @@ class VllmEngine:
         if names:
             publish_names(app.state.openai_serving_models, names)
         self.app = app
-        self.info = await asyncio.to_thread(self._describe, names)
+        self.info = self._describe(weights, names)
         self._answered_at = time.monotonic()
 
     def _take_cores(self) -> tuple[int, ...]:
@@ -119,10 +132,59 @@ class VllmEngine:
             extra += [f"{engine}={self._model.adapters[name]}" for name, engine in adapters.items()]
         return extra
 
-    def _describe(self, adapters: dict[str, str]) -> EngineInfo:
+    def _store_args(self, weights: str) -> list[str]:
+        if self._store is None:
+            return []
+        from workers.vllm.transfer_config import register_connector, transfer_config
+
+        register_connector()
+        extra_config = {
+            "socket": self._store.socket,
+            "engine": self._store.engine,
+            "model": weights,
+            "chunk_tokens": self._cache.chunk_tokens,
+            "staging_mib": self._cache.staging_mib,
+            "share": self._cache.share,
+            "load_when": self._store.load_when,
+            "report": str(self._report_file),
+        }
+        return ["--kv-transfer-config", json.dumps(transfer_config(self._config.args, extra_config))]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """vLLM says of a failed start only that it failed. Raises NotShareableError where that was the reason."""
+        from workers.vllm.connector.engine_report import read_report
+        from workers.vllm.connector.shareable import NotShareableError
+
+        try:
+            yield
+        except Exception as error:
+            report = read_report(self._report_file)
+            if report is not None and not report.sharing and self._cache.share == "on":
+                raise NotShareableError(report.reason) from error
+            raise
+
+    @property
+    def _report_file(self) -> Path:
+        assert self._folder is not None
+        return self._folder / "report.json"
+
+    def _describe(self, weights: str, adapters: dict[str, str]) -> EngineInfo:
+        """Raises RuntimeError when the engine's processes would know KV by other names than this one."""
+        from workers.vllm.connector.engine_report import read_report
+        from workers.vllm.identity import engine_identity
+
         config = self._llm.vllm_config
+        report = read_report(self._report_file)
+        layout = report.layout if report is not None else None
+        identity = engine_identity(config, weights, self._cache.chunk_tokens, layout)
+        if report is not None and report.sharing and report.identity != identity.digest().hex():
+            raise RuntimeError(
+                f"the engine's identity is {report.identity} in its own process and {identity.digest().hex()} here: "
+                f"{identity}"
+            )
         return EngineInfo(
-            identity=_identity(config, self._model.path, self._cache.chunk_tokens),
+            identity=identity,
             block_tokens=config.cache_config.block_size,
             max_model_len=config.model_config.max_model_len,
             models=(self._model.served_name, *adapters),
@@ -190,10 +252,16 @@ def _socket_folder() -> Path:
 class _LastStats:
     """Keeps the scheduler's latest numbers. vLLM makes loggers itself, through `factory`."""
 
-    def __init__(self) -> None:
+    def __init__(self, admissions: Admissions | None = None) -> None:
+        self.admissions = admissions
         self.waiting = 0
         self.running = 0
         self.kv_used = 0.0
+
+    def note_connector(self, counts: Any) -> None:
+        """`counts` of our connector, or by name of several."""
+        if self.admissions is not None and counts:
+            self.admissions.note(counts.get(NAME, counts))
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -208,38 +276,8 @@ class _LastStats:
                     keeper.waiting = scheduler_stats.num_waiting_reqs
                     keeper.running = scheduler_stats.num_running_reqs
                     keeper.kv_used = scheduler_stats.kv_cache_usage
+                    keeper.note_connector(scheduler_stats.kv_connector_stats)
 
             def log_engine_initialized(self) -> None: ...
 
         return Logger()
-
-
-def _identity(config: Any, path: str, chunk_tokens: int) -> EngineIdentity:
-    from vllm.platforms import current_platform
-
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    overrides = model.hf_overrides
-    if not isinstance(overrides, dict):
-        overrides = {"function": f"{overrides.__module__}.{overrides.__qualname__}"}
-    # Scales that an engine measures on its own first requests are like no other engine's.
-    scales = uuid.uuid4().hex if getattr(cache, "calculate_kv_scales", False) else ""
-    return EngineIdentity(
-        model=model_id(path, revision=model.revision),
-        quantization=str(model.quantization or ""),
-        hf_overrides=overrides,
-        kv_scales=scales,
-        rope_scaling=getattr(model.hf_text_config, "rope_parameters", None)
-        or getattr(model.hf_text_config, "rope_scaling", None)
-        or {},
-        kv_dtype=dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
-        layers=model.get_num_layers(parallel) * parallel.pipeline_parallel_size,
-        kv_heads=model.get_total_num_kv_heads(),
-        head_size=model.get_head_size(),
-        block_tokens=cache.block_size,
-        layout=str(getattr(cache, "kv_cache_layout", None) or "default"),
-        platform=current_platform.device_type,
-        tensor_parallel=parallel.tensor_parallel_size,
-        pipeline_parallel=parallel.pipeline_parallel_size,
-        chunk_tokens=chunk_tokens,
-    )
