@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from cluster.check_cache import cache_findings
 from cluster.config import ClusterConfig
 from cluster.models import ModelError, resolve_model
 from cluster.ray_cluster import SERVE_PORTS
@@ -89,6 +90,7 @@ def check(config: ClusterConfig, machine: Machine, environment: Mapping[str, str
     findings += _cores(config, machine)
     findings += _memory(config, machine, weights)
     findings.append(_shared_memory(config, machine))
+    findings += [Finding(*found) for found in cache_findings(config, machine.shm_available)]
     findings += _ports(config, machine, environment)
     return findings
 
