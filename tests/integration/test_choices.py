@@ -49,6 +49,9 @@ async def test_the_policy_chooses_from_a_log_entry_what_it_chose_then(warm: Clus
 async def test_handle_calls_choose_as_http_does(warm: Cluster) -> None:
     remote = RemoteChoices(warm.core, warm.router.renderer)
     for name in "abcdefgh":
+        await until(warm.at_rest)
+        await until(lambda: warm.router.knows(warm.nodes))
+        await until(lambda: _reported(warm))
         body = prompt(words(2100, name))
         found = await remote.choose(COMPLETIONS, body)
         assert found is not None
@@ -64,9 +67,6 @@ async def test_handle_calls_choose_as_http_does(warm: Cluster) -> None:
         assert by_handle.choice is not None
         if _decisive(by_handle.choice):
             assert answer.headers["x-manta-replica"] == chosen
-        await until(warm.at_rest)
-        await until(lambda: warm.router.knows(warm.nodes))
-        await until(lambda: _reported(warm))
     policy = policy_from(warm.core.config.policy)
     log = list(warm.core.log)
     assert replay(log, policy) == [decision.choice for decision in log]
