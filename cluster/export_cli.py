@@ -70,7 +70,7 @@ def ray_up_command(
         workers = tuple(_host(given) for given in worker or ())
         plan = RayUp(
             ClusterConfig.load(file),
-            Shipping(wheel or _wheel(), venv=venv),
+            Shipping(wheel or ("" if venv else _wheel()), venv=venv),
             OnPremises(head, workers, ssh_user, ssh_key, external_head),
         )
         _write(ray_up_text(plan, provider), output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ def ray_head(http_port: int) -> Iterator[ClusterState]:
             "ray": {"port": ray_cluster.free_ports(1)[0], "object_store_mib": 120},
         }
     )
+    # What the tests' S3 server needs of its clients; actors have their environment from here.
+    os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     head = ray_cluster.start(config, "tests.yaml", f"http://127.0.0.1:{http_port}")
     try:
         ray.init(address=head.ray_address, namespace="manta", log_to_driver=False, logging_level="ERROR")

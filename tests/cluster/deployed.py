@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import ClusterConfig
@@ -45,8 +47,10 @@ class Deployed:
         deploy(self.config, timeout_s=240)
 
     def delete(self) -> None:
+        """Nothing where it, or Serve, is gone."""
         self.http.close()
-        serve.delete(self.config.name)
+        with suppress(RayServeException):
+            serve.delete(self.config.name)
 
     def replicas(self) -> list[dict[str, Any]]:
         return self.http.get("/admin/replicas").json()["replicas"]  # type: ignore[no-any-return]

@@ -290,13 +290,18 @@ def test_a_streamed_response_is_stored_too(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(response.id).status in ("completed", "incomplete")
 
 
-def test_a_response_in_the_background_is_waited_for_and_cancelled(client: openai.OpenAI) -> None:
+def test_a_response_in_the_background_is_waited_for_and_cancelled(
+    cluster: Deployed, client: openai.OpenAI
+) -> None:
     short, _ = respond(client, "hi", background=True)
     assert short.status in ("queued", "in_progress")
     done = ("completed", "incomplete")
     wait_for("the response", lambda: client.responses.retrieve(short.id).status in done)
+    cluster.wait_idle()
     long, _ = respond(client, "hi", background=True, max_output_tokens=CONTEXT - 100)
+    wait_for("it to count as open", lambda: sum(r["open_requests"] for r in cluster.replicas()) == 1)
     assert client.responses.cancel(long.id).status == "cancelled"
+    cluster.wait_idle()
 
 
 def test_a_response_of_another_tenant_does_not_exist(cluster: Deployed, client: openai.OpenAI) -> None:

@@ -258,10 +258,13 @@ class RequestTable:
         loading, state.loading = state.loading, None
         self._release(loading.lease)
         tokens: dict[int, int] = {}
-        for piece, tier in zip(loading.pieces, loading.tiers, strict=True):
+        for index, (piece, tier) in enumerate(zip(loading.pieces, loading.tiers, strict=True)):
             if loading.invalid.intersection(piece.blocks):
                 # The engine asks again at once. The same answer would make it load the same again, for ever.
                 state.may_load = False
+                # Once it is computed it is saved in the place of what could not be loaded.
+                for lost in loading.pieces[index:]:
+                    self.known.discard(lost.key)
                 break
             tokens[tier or DRAM] = (
                 tokens.get(tier or DRAM, 0) + len(piece.blocks) * self._geometry.block_tokens
