@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def make_cache(nodes: tuple[str, str]) -> Iterator[Callable[..., CacheInfo]]:
             actor = ray.get_actor(actor_name(APP, node), NAMESPACE)
         except ValueError:
             continue
-        wait_for("the actor answers", lambda: answers(actor))
+        wait_for("the actor answers", partial(answers, actor))
         ray.get(actor.check_integrity.remote(), timeout=20)
         ray.kill(actor)
 

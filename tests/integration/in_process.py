@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 
+from cache_store.app_server import AppServer, bound_socket
 from cache_store.config import CacheConfig
 from cache_store.events import ChunkKey
 from cache_store.keys import chunk_keys, namespace
@@ -25,7 +26,6 @@ from router.routes import ROUTES
 from workers.config import EngineConfig, ModelConfig, SimConfig
 from workers.hosted import HostedReplica
 from workers.messages import ReplicaInfo
-from cache_store.app_server import AppServer, bound_socket
 from workers.sim.block_cache import Content
 from workers.sim.engine import SimEngine
 from workers.sim.generation import Generation

@@ -10,12 +10,12 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cache_store import events
+from cache_store.app_server import AppServer, bound_socket
 from cache_store.events import FrameReader, Hello, Load, Snapshot
 from tests.integration.in_process import MODEL, SECRET, Cluster, chat, http_client, until
 from workers.http import ReplicaApp
 from workers.messages import EVENTS_PATH, LENGTHS_HEADER, SECRET_HEADER, SNAPSHOT_PATH
 from workers.request_record import current_request
-from cache_store.app_server import AppServer, bound_socket
 
 
 @pytest.fixture
