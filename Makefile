@@ -56,6 +56,7 @@ bench-store: setup ## what the stores of KV do, beside other stores and beside n
 bench-peers: need-python ## install the peers that benchmarks measure beside, in .venv-bench
 	@$(PYTHON) -m venv .venv-bench
 	@.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/bench.lock
+	@.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target .venv-bench/lmcache -r requirements/bench-lmcache.lock
 
 lock: need-python ## resolve requirements/*.lock anew
 	@$(PYTHON) requirements/refresh.py

@@ -62,7 +62,7 @@ def measure(part: str, report: Report, options: argparse.Namespace, on_round: On
         case "sharing":
             sharing_figures(report, smollm2(), options.seconds, on_round)
         case "choice":
-            choice_figures(report, smollm2(), options.prompts, on_round)
+            choice_figures(report, smollm2(), on_round)
 
 
 def smollm2() -> Path:

@@ -31,10 +31,12 @@ BYTES_PER_S = 2e6
 """A chunk takes three seconds, and computing it less than one."""
 MEASURED = 2
 """Prompts that are loaded, after which the store knows how slow it is."""
+ASKED = 6
+"""Prompts that are asked again after that."""
 LIMIT_S = 60.0
 
 
-def choice_figures(report: Report, model: Path, prompts: int, on_round: Callable[[str], None]) -> None:
+def choice_figures(report: Report, model: Path, on_round: Callable[[str], None]) -> None:
     draw = random.Random(11)
     with slow_store(BYTES_PER_S) as store:
         identity = store.socket.parent.parent / "report.json"
@@ -42,7 +44,7 @@ def choice_figures(report: Report, model: Path, prompts: int, on_round: Callable
         on_round("starting the engine")
         with engines(model, [Wanted(connector, 1)]) as (engine,):
             on_round("computing the prompts")
-            given = [new_prompt(PROMPT_TOKENS, draw) for _ in range(MEASURED + prompts)]
+            given = [new_prompt(PROMPT_TOKENS, draw) for _ in range(MEASURED + ASKED)]
             computed = [engine.run(prompt).ttft_s for prompt in given]
             forget(store, engine, len(given))
             on_round("loading some of them")
