@@ -31,7 +31,6 @@ from cache_store.stream import Publisher
 
 logger = logging.getLogger(__name__)
 
-_LEND_LIMIT_S = 30.0
 _BEAT_S = 1.0
 _BIND_TRIES = 50
 _BIND_PAUSE_S = 0.1
@@ -101,7 +100,8 @@ class CacheActor:
 
     async def parts(self, keys: Sequence[bytes]) -> tuple[bytes, list[Any]]:
         """For `RayPeers`: headers (msgpack) and object references of the parts that are in memory here."""
-        lent = self._store.lend([ChunkKey(key) for key in keys], _LEND_LIMIT_S)
+        # The other side has given up by then; Ray keeps the bytes of what it still reads.
+        lent = self._store.lend([ChunkKey(key) for key in keys], self._config.dram.pull_timeout_s)
         return msgspec.msgpack.encode([part.header for part in lent.values()]), [
             part.ref for part in lent.values()
         ]

@@ -76,15 +76,17 @@ class CacheDirectory:
                 self._entries[node] = CacheEntry(info, stream)
                 stream.open()
 
-    def prefetch(self, node: str, keys: Sequence[ChunkKey], sources: Sequence[Source]) -> None:
-        """Have a node begin to move these chunks to its memory; nobody waits for it."""
+    def prefetch(
+        self, node: str, keys: Sequence[ChunkKey], sources: Sequence[Source], ranks: int = 1
+    ) -> None:
+        """Have a node begin to move these chunks, of `ranks` parts each, to its memory; nobody waits for it."""
         entry = self._entries.get(node)
         if entry is None or not entry.stream.connected:
             return
         if len(self._prefetches) >= MAX_PREFETCHES:
             self.prefetches_dropped += 1
             return
-        asked = KeysRequest(pack_keys(keys), tuple(sources))
+        asked = KeysRequest(pack_keys(keys), tuple(sources), ranks)
         task = asyncio.create_task(self._prefetch(entry, asked))
         self._prefetches.add(task)
         task.add_done_callback(self._prefetches.discard)

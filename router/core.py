@@ -160,7 +160,7 @@ class RouterCore:
             sources = [
                 Source(node, first - start, count) for node, first, count in map(astuple, plan.sources)
             ]
-            self.caches.prefetch(entry.info.node, keys, sources)
+            self.caches.prefetch(entry.info.node, keys, sources, entry.info.ranks)
         return plan
 
     def release(self, placed: Placed, measured: Measured) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +19,33 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
 # State files and Ray's session folders of the tests; a short path, since Ray puts sockets there.
 os.environ["MANTA_STATE"] = tempfile.mkdtemp(prefix="mt-")
+
+
+class LogLines(logging.Handler):
+    """What was logged, as people read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def tier_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What tiers of the store log about their health.
+
+    Not caplog: engines and Ray in the same test process set up logging for themselves, and switch off loggers.
+    """
+    logger, handler = logging.getLogger("cache_store.tier_health"), LogLines()
+    before = logger.level
+    monkeypatch.setattr(logger, "disabled", False)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -91,6 +91,7 @@ class HostedReplica:
             models=info.models,
             adapters=info.adapters,
             max_model_len=info.max_model_len,
+            ranks=info.identity.tensor_parallel * info.identity.pipeline_parallel,
         )
 
     def _on_kv_events(self, events: Sequence[KVEvent]) -> None:

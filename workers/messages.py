@@ -51,6 +51,8 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     """Public adapter name -> name that the engine knows it by, `name@contenthash`."""
     max_model_len: int = 0
+    ranks: int = 1
+    """Workers that each hold a part of every chunk."""
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -209,6 +209,16 @@ def test_a_load_that_failed_is_never_claimed_again() -> None:
     assert table.take_admissions() == [Admission("t", "r", 0, (0, 8, 0, 0, 0), 0)]
 
 
+def test_what_could_not_be_loaded_is_saved_once_it_is_computed() -> None:
+    table = with_request()
+    loading(table)
+    table.invalid({104, 105})
+    table.load_done("r")
+    table.set_blocks("r", range(20), more=False)
+    table.computed("r", 32)
+    assert saved_chunks(table) == [1, 2, 3]
+
+
 def test_tokens_of_another_connector_are_told_apart() -> None:
     table = with_request()
     table.ask("r", 8, 33, 0.0)

@@ -595,7 +595,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Disk:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
 def test_a_full_or_read_only_disk_is_off_for_writes_and_still_read(
-    tier: DiskTier, folder: Path, hardware: Disk, code: int, caplog: pytest.LogCaptureFixture
+    tier: DiskTier, folder: Path, hardware: Disk, code: int, tier_log: list[str]
 ) -> None:
     kept = make_part(1)
     put(tier, kept)
@@ -608,8 +608,8 @@ def test_a_full_or_read_only_disk_is_off_for_writes_and_still_read(
     assert get(tier, kept) == kept.payload
     assert (tier.writing.switched_off, tier.writing.failed, tier.used) == (1, 1, before)
     assert bytes_in(folder) == before
-    assert len(caplog.records) == 1
-    assert os.strerror(code) in caplog.text
+    assert len(tier_log) == 1
+    assert os.strerror(code) in tier_log[0]
 
 
 def test_it_comes_back_by_itself_once_the_disk_works(

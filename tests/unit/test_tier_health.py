@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import random
 import threading
 from collections.abc import Callable
@@ -183,20 +182,15 @@ def test_what_runs_even_when_off_does_not_join_one_that_hangs(health: TierHealth
         assert not run(health, even_off=True)
 
 
-def test_each_change_is_one_line_in_the_log(
-    health: TierHealth, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "cache_store.tier_health"):
-        for _ in range(20):
-            run(health, FULL)
-        assert len(caplog.records) == 1
-        assert "writes to disk /x are off" in caplog.text
-        clock.now += 5
-        for _ in range(20):
-            run(health)
-    assert [record.getMessage() for record in caplog.records][1:] == [
-        "writes to disk /x are on again, after 5.0 s"
-    ]
+def test_each_change_is_one_line_in_the_log(health: TierHealth, clock: Clock, tier_log: list[str]) -> None:
+    for _ in range(20):
+        run(health, FULL)
+    assert len(tier_log) == 1
+    assert "writes to disk /x are off" in tier_log[0]
+    clock.now += 5
+    for _ in range(20):
+        run(health)
+    assert tier_log[1:] == ["writes to disk /x are on again, after 5.0 s"]
 
 
 def test_one_that_flaps_is_tried_ever_less_often_and_no_less_than_once_a_minute(
