@@ -21,6 +21,14 @@ os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
 os.environ["MANTA_STATE"] = tempfile.mkdtemp(prefix="mt-")
 
 
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that is connected to no Ray, whatever ran before in this one."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 class LogLines(logging.Handler):
     """What was logged, as people read it."""
 

@@ -10,6 +10,8 @@ import pytest
 
 from cluster.config_docs import RULES, Effect, Row, markdown, tables
 
+pytestmark = pytest.mark.usefixtures("no_cluster")
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 ROWS = [row for table in tables() for row in table.rows]
 DEPLOYED = [row for row in ROWS if row.effect not in ("start", "deploy")]

@@ -21,6 +21,8 @@ from cluster.config import ClusterConfig
 from cluster.export import ExportError, serve_config, serve_text
 from router.config import RouterConfig
 
+pytestmark = pytest.mark.usefixtures("no_cluster")
+
 BASE: dict[str, Any] = {
     "name": "exported",
     "model": {"path": "/only/on/the/cluster", "name": "public"},

@@ -17,6 +17,8 @@ from cluster.export import ExportError
 from cluster.host_groups import Group, Machine, groups
 from cluster.ray_up import Host, OnPremises, Provider, RayUp, Shipping, ray_up_text
 
+pytestmark = pytest.mark.usefixtures("no_cluster")
+
 CONFIG = ClusterConfig.load(Path(__file__).parents[2] / "cluster" / "ray-up" / "manta.yaml")
 WHEEL = "dist/manta_serve-1.2.3-py3-none-any.whl"
 

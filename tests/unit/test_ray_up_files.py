@@ -24,6 +24,8 @@ from cluster.config import ClusterConfig
 from cluster.export import serve_text
 from cluster.ray_up import ENVIRONMENT, OnPremises, Provider, RayUp, Shipping, ray_up_text
 
+pytestmark = pytest.mark.usefixtures("no_cluster")
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "cluster" / "ray-up"
 PROVIDERS: dict[Provider, str] = {"local": "onprem.yaml", "aws": "aws.yaml", "gcp": "gcp.yaml"}
