@@ -153,8 +153,8 @@ class RouterCore:
         if len(found) != 1 or not holder:
             return Plan(tenant=query.tenant)
         start = found[0].leading(entry.info.id)
-        plan = make_plan(found[0], start, holder, self.caches.nodes(), query.tenant)
         ahead = loadable(found[0], start, holder)
+        plan = make_plan(found[0], start, ahead, holder, self.caches.nodes(), query.tenant)
         if ahead.total > ahead.dram:
             keys = self._keys(entry, query)[0][start : start + ahead.total]
             sources = [

@@ -37,8 +37,11 @@ def loadable(match: Match, start: int, holder: str) -> Loadable:
     )
 
 
-def make_plan(match: Match, start: int, holder: str, nodes: Mapping[str, str], tenant: str) -> Plan:
-    """The plan for a replica that has `start` chunks itself, on the node whose cache is `holder`.
+def make_plan(
+    match: Match, start: int, ahead: Loadable, holder: str, nodes: Mapping[str, str], tenant: str
+) -> Plan:
+    """The plan for a replica that has `start` chunks itself, on the node whose cache is `holder` and which can load the
+    chunks `ahead` (see `loadable`).
 
     `nodes` are the nodes by holder. Chunks that the node has in memory are taken from there and not named.
     """
@@ -46,7 +49,7 @@ def make_plan(match: Match, start: int, holder: str, nodes: Mapping[str, str], t
     known = dram.present
     for tier in ("disk", "remote"):
         known |= match.tiers.get(tier, _NOTHING).present
-    wanted = _ones(start, start + loadable(match, start, holder).total) & ~dram.held.get(holder, 0)
+    wanted = _ones(start, start + ahead.total) & ~dram.held.get(holder, 0)
     sources: list[Source] = []
     for peer, held in sorted(dram.held.items(), key=lambda item: -(item[1] & wanted).bit_count()):
         if peer != holder and peer in nodes:

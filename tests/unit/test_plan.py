@@ -30,6 +30,10 @@ def match_of(chunks: dict[tuple[str, Tier], set[int]]) -> Match:
     return index.match(KEYS)
 
 
+def plan_of(match: Match, start: int, tenant: str = "") -> Plan:
+    return make_plan(match, start, loadable(match, start, "cache-a"), "cache-a", NODES, tenant)
+
+
 def origin(chunks: dict[tuple[str, Tier], set[int]], node: str, number: int) -> str:
     """Where the node gets the chunk from, said slowly."""
     if number in chunks.get((node, "dram"), ()):
@@ -61,7 +65,7 @@ def test_sources_name_each_chunk_of_the_run_that_only_peers_have_in_memory_once(
     chunks: dict[tuple[str, Tier], set[int]], start: int
 ) -> None:
     match = match_of(chunks)
-    plan = make_plan(match, start, "cache-a", NODES, "tenant")
+    plan = plan_of(match, start, "tenant")
     named = [
         (source.node, number)
         for source in plan.sources
@@ -79,7 +83,7 @@ def test_saving_is_skipped_for_the_leading_chunks_that_any_tier_keeps(
 ) -> None:
     known = set().union(*chunks.values()) if chunks else set()
     expected = next((number for number in range(len(KEYS)) if number not in known), len(KEYS))
-    assert make_plan(match_of(chunks), 0, "cache-a", NODES, "").skip_save == expected
+    assert plan_of(match_of(chunks), 0, "").skip_save == expected
 
 
 def test_a_node_without_a_cache_loads_nothing() -> None:
@@ -88,7 +92,7 @@ def test_a_node_without_a_cache_loads_nothing() -> None:
 
 def test_a_peer_that_is_not_known_any_more_is_no_source() -> None:
     match = match_of({("cache-a", "dram"): set(), ("cache-gone", "dram"): {0, 1}})
-    assert make_plan(match, 0, "cache-a", NODES, "").sources == ()
+    assert plan_of(match, 0, "").sources == ()
 
 
 def test_a_plan_is_bounded_however_scattered_the_prefix_is() -> None:
@@ -96,7 +100,7 @@ def test_a_plan_is_bounded_however_scattered_the_prefix_is() -> None:
     index = PrefixIndex()
     index.apply("cache-b", "dram", keys[::2])
     index.apply("cache-c", "dram", keys[1::2])
-    plan = make_plan(index.match(keys), 0, "cache-a", NODES, "")
+    plan = plan_of(index.match(keys), 0, "")
     assert len(plan.sources) == MAX_SOURCES
 
 
