@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,32 @@ def test_a_lease_of_shared_cores_frees_only_its_own(tmp_path: Path, leases: list
     lease_cores(2, tmp_path, {0, 1}).release()
     leases.append(lease_cores(1, tmp_path, {0, 1}))
     assert leases[0].cores != leases[1].cores
+
+
+def test_the_cores_of_a_holder_that_leaves_are_waited_for(tmp_path: Path, leases: list[CoreLease]) -> None:
+    first = lease_cores(1, tmp_path, {0, 1})
+    leases.append(lease_cores(1, tmp_path, {0, 1}))
+    first.leave()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lease_cores, 1, tmp_path, {0, 1}, leaving_s=60)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.3)
+        first.release()
+        leases.append(waiting.result(timeout=30))
+    assert leases[1].cores == first.cores != leases[0].cores
+
+
+def test_a_holder_that_leaves_for_too_long_or_stays_after_all_is_not_waited_for(
+    tmp_path: Path, leases: list[CoreLease]
+) -> None:
+    leases.append(lease_cores(1, tmp_path, {3}))
+    leases[0].leave()
+    leases.append(lease_cores(1, tmp_path, {3}, leaving_s=0.1))
+    leases[0].leave(False)
+    began = time.monotonic()
+    leases.append(lease_cores(1, tmp_path, {3}, leaving_s=600))
+    assert time.monotonic() - began < 300
+    assert [lease.cores for lease in leases] == [(3,)] * 3
 
 
 @given(st.integers(1, 16), st.integers(1, 8))

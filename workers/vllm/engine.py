@@ -68,7 +68,7 @@ class VllmEngine:
 
     async def start(self, sink: KVEventSink) -> None:
         os.environ.update(self._config.env)
-        cores = self._take_cores()
+        cores = await asyncio.to_thread(self._take_cores)
         self._folder = _socket_folder()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -192,6 +192,18 @@ class VllmEngine:
         )
 
     async def check_health(self) -> None:
+        try:
+            await self._check()
+        except EngineUnhealthyError:
+            self._leave_cores(True)
+            raise
+        self._leave_cores(False)
+
+    def _leave_cores(self, leaving: bool) -> None:
+        if self._lease is not None:
+            self._lease.leave(leaving)
+
+    async def _check(self) -> None:
         if self._llm is None:
             raise EngineUnhealthyError("the engine has not started")
         if self._llm.errored:
@@ -227,6 +239,7 @@ class VllmEngine:
         )
 
     async def shutdown(self) -> None:
+        self._leave_cores(True)
         for task in (self._reader, self._probe):
             if task is not None:
                 task.cancel()
