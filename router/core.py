@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import get_args
@@ -28,6 +28,7 @@ from router.loadable import Loadable
 from router.metrics import RouterMetrics
 from router.plan import loadable, make_plan
 from router.policy import Policy, ReplicaView, RouteRequest, policy_from
+from router.recent import RecentPrefixes
 from router.render import Rendered
 from workers.messages import Plan, ReplicaInfo
 
@@ -86,6 +87,8 @@ class Placed:
     """In the decision log."""
     plan: Plan | None = None
     """Where the cluster has KV of the prompt; None where nothing is shared."""
+    keys: Sequence[Sequence[ChunkKey]] = ()
+    """Per prompt, the chunks of its shareable prefix."""
 
 
 class RouterCore:
@@ -100,6 +103,7 @@ class RouterCore:
     ) -> None:
         self.index = PrefixIndex()
         self.ledger = Ledger()
+        self.recent = RecentPrefixes(clock)
         self.metrics = RouterMetrics(known_paths)
         self.log = DecisionLog(_LOG_CAPACITY, time.time)
         self.room = WaitingRoom(config.limits.max_queue, clock)
@@ -130,7 +134,7 @@ class RouterCore:
     def place(self, query: Query) -> Placed | None:
         """Decide, and reserve in the same step. None when no replica that was not tried has room."""
         entries = {entry.info.id: entry for entry in self._candidates(query)}
-        matches: dict[int, list[Match]] = {}
+        matches: dict[int, list[tuple[Match, Mapping[str, int]]]] = {}
         views = [self._view(entry, query, matches) for entry in entries.values()]
         views = [view for view in views if view.open_requests < self.config.limits.max_requests_per_replica]
         request = RouteRequest(query.request_id, query.prompt_tokens, query.rendered.max_tokens)
@@ -143,8 +147,10 @@ class RouterCore:
         keys = self._keys(entry, query)
         number = self.log.record(request, keys[0] if keys else [], views, choice)
         self.metrics.decided(query.prompt_tokens, choice.matched_tokens)
-        plan = self._plan(entry, query, matches[id(keys)]) if len(self.caches) else None
-        return Placed(entry.info, reservation, choice.matched_tokens, number, plan)
+        plan = (
+            self._plan(entry, query, [match for match, _ in matches[id(keys)]]) if len(self.caches) else None
+        )
+        return Placed(entry.info, reservation, choice.matched_tokens, number, plan, keys)
 
     def _plan(self, entry: ReplicaEntry, query: Query, found: list[Match]) -> Plan:
         """What the replica is told, and its node's cache begins to fetch. A request of several prompts has no plan
@@ -162,6 +168,12 @@ class RouterCore:
             ]
             self.caches.prefetch(entry.info.node, keys, sources, entry.info.ranks)
         return plan
+
+    def computed(self, placed: Placed) -> None:
+        """The replica has computed the prompts of the request, and has their KV."""
+        placed.reservation.first_token()
+        for keys in placed.keys:
+            self.recent.add(placed.replica.id, keys)
 
     def release(self, placed: Placed, measured: Measured) -> None:
         """The request has ended; whoever waits for a place may have this one."""
@@ -192,20 +204,28 @@ class RouterCore:
         adapter = entry.info.adapters.get(query.model, "")
         return query.chunk_keys(hello.identity, hello.chunk_tokens, adapter)
 
-    def _view(self, entry: ReplicaEntry, query: Query, matches: dict[int, list[Match]]) -> ReplicaView:
-        """`matches`: look-ups of this decision, so that replicas of one identity share them."""
+    def _view(
+        self,
+        entry: ReplicaEntry,
+        query: Query,
+        matches: dict[int, list[tuple[Match, Mapping[str, int]]]],
+    ) -> ReplicaView:
+        """`matches`: look-ups of this decision, so that replicas of one identity share them: what the index knows of
+        each prompt, and how much of it replicas have computed just now."""
         replica = entry.info.id
         keys = self._keys(entry, query)
         found = matches.get(id(keys))
         if found is None:
-            found = matches[id(keys)] = [self.index.match(prompt) for prompt in keys]
-        chunks = sum(match.leading(replica) for match in found)
+            found = matches[id(keys)] = [
+                (self.index.match(prompt), self.recent.leading(prompt)) for prompt in keys
+            ]
+        chunks = sum(max(match.leading(replica), recent.get(replica, 0)) for match, recent in found)
         matched = chunks * entry.hello.chunk_tokens if entry.hello is not None else 0
         own = self.ledger.load(replica)
         view = ReplicaView.combine(replica, entry.info.role, matched, own, entry.load, entry.own_at_load)
         holder = self.caches.holder(entry.info.node)
         if holder and entry.hello is not None and len(found) == 1:
-            ahead = loadable(found[0], found[0].leading(replica), holder)
+            ahead = loadable(found[0][0], chunks, holder)
             if ahead.total:
                 tokens = Loadable(*(chunks * entry.hello.chunk_tokens for chunks in ahead))
                 view = replace(view, loadable=tokens)

@@ -291,9 +291,10 @@ class RouterApp:
 
     def _begun(self, query: Query, placed: Placed, head: ResponseHead, answer: _Answer) -> None:
         answer.status, answer.begun = head.status, True
-        placed.reservation.first_token()
         if head.cached is None:
+            placed.reservation.first_token()
             return
+        self._core.computed(placed)
         tokens = parse_cached(head.cached)
         computed = tokens.pop("computed", 0)
         answer.cached_tokens = sum(tokens.values())

@@ -12,6 +12,7 @@ import pytest
 
 from router.decision_log import replay
 from router.errors import ApiError
+from router.index import Match, PrefixIndex
 from router.policy import Choice, policy_from
 from router.remote_choice import RemoteChoices
 from tests.integration.in_process import Cluster, prompt, running, until, words
@@ -70,6 +71,15 @@ async def test_handle_calls_choose_as_http_does(warm: Cluster) -> None:
     policy = policy_from(warm.core.config.policy)
     log = list(warm.core.log)
     assert replay(log, policy) == [decision.choice for decision in log]
+
+
+async def test_who_asks_again_at_once_comes_back_to_a_replica_that_has_not_yet_said_what_it_holds(
+    warm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixIndex, "match", lambda self, keys: Match(len(keys), {}))
+    body = prompt(words(2000, "never seen"))
+    answers = [await warm.http.post(COMPLETIONS, json=body) for _ in range(5)]
+    assert len({answer.headers["x-manta-replica"] for answer in answers}) == 1
 
 
 def _reported(cluster: Cluster) -> bool:
