@@ -16,7 +16,8 @@ from benchmarks.scheduler_calls import calls_figure
 from benchmarks.store_nodes import CacheNode, cache_nodes
 
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 16
-PROMPTS_PER_ROUND = 2
+TURNS = 2
+"""Of each engine in a round, a prompt each: the shorter the turns, the more alike is what else the machine does."""
 MOST = 1.03
 DRAM_MIB = 128
 """Less than all prompts fill, so that the store evicts as it does in a cluster that runs."""
@@ -28,21 +29,21 @@ def traffic_figures(report: Report, model: Path, rounds: int, on_round: Callable
         on_round("starting the engines")
         plain, manta, node = stack.enter_context(systems(model))
         prompts: list[list[int]] = []
-        # Both compute the same prompts, a round each; which of them is first changes.
+        # Both compute the same prompts, one each; which of them is first changes.
         given = {"plain": 0, "manta": 0}
 
         def measured(name: str, engine: Engine) -> list[float]:
-            while len(prompts) < given[name] + PROMPTS_PER_ROUND:
+            if given[name] == len(prompts):
                 prompts.append(new_prompt(PROMPT_TOKENS, draw))
-            mine = prompts[given[name] : given[name] + PROMPTS_PER_ROUND]
-            given[name] += PROMPTS_PER_ROUND
-            return cpu_per_token(engine, node, mine)
+            given[name] += 1
+            return cpu_per_token(engine, node, prompts[given[name] - 1])
 
         ways = {"plain": partial(measured, "plain", plain), "manta": partial(measured, "manta", manta)}
         for name in ways:
             ways[name]()
+        turns = TURNS * rounds
         found = interleaved(
-            ways, rounds, lambda number, name: on_round(f"round {number + 1} of {rounds}, {name}")
+            ways, turns, lambda number, name: on_round(f"prompt {number + 1} of {turns}, {name}")
         )
         saved = manta.metrics("manta_kv_saved_chunks_total")
         calls_figure(report, "prompts without reuse", [manta])
@@ -52,7 +53,7 @@ def traffic_figures(report: Report, model: Path, rounds: int, on_round: Callable
 
 
 def figures(report: Report, found: dict[str, list[list[float]]]) -> None:
-    """`found`: by engine and round, CPU seconds per token of the engine and of the cache actor."""
+    """`found`: by engine and turn, CPU seconds per token of the engine and of the cache actor."""
     parts = {name: [list(part) for part in zip(*rounds, strict=True)] for name, rounds in found.items()}
     (plain, idle), (engine, actor) = parts["plain"], parts["manta"]
     name = f"CPU per token without reuse, beside the engine without the connector ({_us(plain)} µs)"
@@ -74,15 +75,13 @@ def _us(seconds: list[float]) -> str:
     return f"{statistics.fmean(seconds) * 1e6:,.0f}"
 
 
-def cpu_per_token(engine: Engine, node: CacheNode, prompts: Sequence[Sequence[int]]) -> list[float]:
-    """CPU seconds of the engine and of the cache actor, what is saved after the last answer included."""
+def cpu_per_token(engine: Engine, node: CacheNode, prompt: Sequence[int]) -> list[float]:
+    """CPU seconds of the engine and of the cache actor, what is saved after the answer included."""
     parts = (engine.cpu_seconds, node.cpu_seconds)
     before = [part() for part in parts]
-    tokens = 0
-    for prompt in prompts:
-        answer = engine.run(prompt, ANSWER_TOKENS)
-        assert not answer.cached, f"{answer.cached} tokens were not computed"
-        tokens += len(prompt) + len(answer.tokens)
+    answer = engine.run(prompt, ANSWER_TOKENS)
+    assert not answer.cached, f"{answer.cached} tokens were not computed"
+    tokens = len(prompt) + len(answer.tokens)
     node.wait_quiet()
     return [(part() - start) / tokens for part, start in zip(parts, before, strict=True)]
 

@@ -30,6 +30,11 @@ _PLAIN = {
     "lookups": ("manta_cache_lookups", "Look-ups of engines."),
     "saved_bytes": ("manta_cache_saved_bytes", "Bytes kept."),
     "peer_failures": ("manta_cache_peer_failures", "Requests to other nodes that failed or came late."),
+    "prefetched": ("manta_cache_prefetched", "Chunks that routers had brought to memory or kept there."),
+    "prefetches_refused": (
+        "manta_cache_refused_prefetches",
+        "Chunks over what memory keeps for requests that have not come.",
+    ),
     "lent": ("manta_cache_lent", "Chunk parts lent to other nodes."),
     "expired": ("manta_cache_expired", "Chunks dropped because nobody used them."),
 }

@@ -73,8 +73,9 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """The whole body; None when the client went away first. Raises ValueError for one that is longer."""
+async def read_body(receive: Receive, max_bytes: int | None = None) -> bytes | None:
+    """The whole body; None when the client went away first. Raises ValueError for one that is longer than
+    `max_bytes`."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -83,7 +84,7 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
             return None
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > max_bytes:
+        if max_bytes is not None and size > max_bytes:
             raise ValueError(f"a body of more than {max_bytes} bytes")
         if not message.get("more_body"):
             return b"".join(parts)

@@ -78,6 +78,10 @@ class Leases:
         """Whether the chunk must stay, for a lease or a pin."""
         return key in self._holders or key in self._pins
 
+    def holders(self, key: ChunkKey) -> int:
+        """Leases of the chunk."""
+        return self._holders.get(key, 0)
+
     def is_leased(self, key: ChunkKey) -> bool:
         return key in self._holders
 

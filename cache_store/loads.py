@@ -18,6 +18,8 @@ from cache_store.threads import Threads
 from cache_store.wire import ABSENT, DRAM, TIER_NAMES, LoadOutcome
 
 LONGEST_LOAD_S = 600.0
+SHORT_BYTES = 8 * 1024 * 1024
+"""Copying so much takes no longer than handing it to a thread and hearing of its end."""
 
 
 class LoadResult(NamedTuple):
@@ -100,7 +102,8 @@ class Loads:
         if target.nbytes < header.nbytes:
             return LoadResult("missing", ABSENT, None)
         began = self._clock()
-        await self._threads.finish(max(deadline - began, 0.0), _copy, target, payload[: header.nbytes])
+        run = self._threads.finish_short if header.nbytes <= SHORT_BYTES else self._threads.finish
+        await run(max(deadline - began, 0.0), _copy, target, payload[: header.nbytes])
         if tier == DRAM:
             self._meter.record(DRAM, header.nbytes, self._clock() - began)
         return LoadResult("loaded", tier, header)

@@ -26,6 +26,7 @@ class Run(NamedTuple):
 
     tiers: bytes
     """A code by position."""
+    asked: list[ChunkKey]
     keys: list[ChunkKey]
     """Of the leading run that is somewhere."""
     nbytes: int
@@ -58,7 +59,7 @@ class Lookups:
         the peer that `sources` names, remote."""
         count = len(keys) // KEY_BYTES
         if not 0 < world_size <= MAX_WORLD_SIZE:
-            return Run(bytes(count), [], 0, {}, world_size)
+            return Run(bytes(count), [], [], 0, {}, world_size)
         names = [ChunkKey(keys[at : at + KEY_BYTES]) for at in range(0, count * KEY_BYTES, KEY_BYTES)]
         in_dram = self._dram.sizes_if_complete(names, world_size)
         on_disk, on_remote = (self._sizes(code, names, world_size) for code in (DISK, REMOTE))
@@ -78,7 +79,7 @@ class Lookups:
             if run == i:
                 run += 1
                 largest = max(largest, nbytes)
-        return Run(bytes(tiers), names[:run], largest, nodes, world_size)
+        return Run(bytes(tiers), names, names[:run], largest, nodes, world_size)
 
     def _sizes(self, code: int, names: Sequence[ChunkKey], world_size: int) -> Sequence[int]:
         for shelf in self._shelves:

@@ -11,10 +11,10 @@ from cache_store.chunk import ChunkError, Header, verify
 from cache_store.dram import Dram, Part
 from cache_store.events import ChunkKey
 from cache_store.flights import Flights
-from cache_store.leases import Leases
 from cache_store.load_cost import BandwidthMeter
 from cache_store.object_space import Held, ObjectGone, ObjectSpace
 from cache_store.peers import Lent, PartName, Peers
+from cache_store.prefetches import Prefetches
 from cache_store.shelf import Shelf, ShelfMiss
 from cache_store.store_stats import StoreCounters
 from cache_store.threads import Threads
@@ -40,8 +40,8 @@ class Arrival(NamedTuple):
 class Moves:
     """Single flights of parts into dram, by key and rank. Belongs to the store's loop.
 
-    Every one ends within the limits of the tiers that it asks, one after the other: disk, peer, remote. None
-    raises.
+    Every one ends within the limits of the tiers that it asks, one after the other: disk, peer, remote; one that is
+    ahead of its load waits for its turn before, as long as somebody wants it. None raises.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Moves:
         peers: Peers,
         space: ObjectSpace,
         threads: Threads,
-        leases: Leases,
+        prefetches: Prefetches,
         meter: BandwidthMeter,
         counters: StoreCounters,
         pull_timeout_s: float,
@@ -65,7 +65,7 @@ class Moves:
         self._peers = peers
         self._space = space
         self._threads = threads
-        self._leases = leases
+        self._prefetches = prefetches
         self._meter = meter
         self._counters = counters
         self._pull_timeout_s = pull_timeout_s
@@ -128,6 +128,13 @@ class Moves:
         if fetched is not None:
             yield self._from_peer(key, rank, fetched)
 
+    def _wanted(self, key: ChunkKey, rank: int, nbytes: int) -> bool:
+        """Whether somebody still waits for the chunk, which has so many bytes."""
+        wanted = self._prefetches.wanted(key, nbytes)
+        if not wanted and rank == 0 and key in self._prefetches:
+            self._counters.prefetches_refused += 1
+        return wanted
+
     # Disk and remote
 
     async def _from_shelf(self, shelf: Shelf, key: ChunkKey, rank: int, now: bool) -> Arrival:
@@ -135,7 +142,7 @@ class Moves:
             entry = shelf.entries.get(key)
             if entry is None or not shelf.holds_part(key, rank):
                 return Arrival("missing")
-            if not now and not self._leases.held(key):
+            if not now and not self._wanted(key, rank, entry.nbytes):
                 return Arrival("unwanted")
             nbytes, tenant = entry.part_bytes, entry.kind.tenant
             room = self._dram.reserve(key, nbytes, tenant) is None
@@ -184,7 +191,8 @@ class Moves:
         except Exception as error:
             # Whatever another node's actor or the way to it does, it is a miss here.
             self._counters.peer_failures += 1
-            logger.info("node %s gave no chunks: %s", node, error or type(error).__name__)
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            logger.info("node %s gave no chunks: %s", node, reason)
             return {}
 
     async def _from_peer(
@@ -195,7 +203,7 @@ class Moves:
         if lent is None:
             return Arrival("missing")
         async with self._pulls:
-            if not self._leases.held(key):
+            if not self._wanted(key, rank, lent.header.nbytes * lent.header.world_size):
                 return Arrival("unwanted")
             return await self._pull(key, rank, lent, began)
 

@@ -9,8 +9,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import random
-import socket
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -20,17 +18,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cache_store.cache_messages import CacheInfo
 from cache_store.config import CacheConfig
+from cache_store.free_ports import free_ports
 from cache_store.node_errors import CacheSetupError
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "manta"
 """Ray namespace of all cache actors."""
-PORTS = range(20_000, 32_000)
-"""Below those that systems give to outgoing connections, so that a port is still free when the actor restarts."""
 _ANSWER_TIMEOUT_S = 60.0
 _TRIES = 3
-_draw = random.SystemRandom()
 
 
 def actor_name(app: str, node: str) -> str:
@@ -100,8 +96,12 @@ def _get_or_create(app: str, secret: str, config: CacheConfig, node: str) -> Any
         "max_concurrency": 1000,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
+    try:
+        (port,) = free_ports(1)
+    except OSError as error:
+        raise CacheSetupError(str(error)) from error
     actor = ray.remote(CacheActor)
-    return actor.options(**options).remote(app, secret, config.model_dump(mode="json"), free_port())
+    return actor.options(**options).remote(app, secret, config.model_dump(mode="json"), port)
 
 
 async def _described(actor: Any) -> tuple[CacheInfo, str]:
@@ -116,16 +116,3 @@ def _reason(error: BaseException) -> str:
     return (
         marked[-1].partition("CacheSetupError:")[2].strip() if marked else lines[-1] if lines else repr(error)
     )
-
-
-def free_port() -> int:
-    """A port of this host that nothing listens on at this moment. Raises CacheSetupError."""
-    for _ in range(100):
-        port = _draw.choice(PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise CacheSetupError(f"found no free port from {PORTS.start} to {PORTS.stop - 1}")

@@ -18,10 +18,11 @@ from cache_store.file_tier import FileTier
 from cache_store.leases import Leases
 from cache_store.load_cost import BandwidthMeter
 from cache_store.loads import LoadResult, Loads
-from cache_store.lookups import Lookups
+from cache_store.lookups import MOST_AHEAD, Lookups
 from cache_store.moves import Moves
 from cache_store.object_space import ObjectSpace
 from cache_store.peers import Lent, NoPeers, PartName, Peers
+from cache_store.prefetches import Prefetches
 from cache_store.quota import Quotas
 from cache_store.saves import Saves
 from cache_store.shelf import Shelf
@@ -38,7 +39,10 @@ logger = logging.getLogger(__name__)
 __all__ = ["LoadResult", "NodeStore"]
 
 COPY_THREADS = 4
-PREFETCH_LEASE_S = 60.0
+PREFETCH_SHARE = 0.25
+"""Of the memory's budget, for chunks of requests that have not come yet."""
+QUEUEING_S = 5.0
+"""A request for which chunks were fetched comes so soon after them, or does without their lease."""
 EXPIRE_EVERY_S = 1.0
 CLOSE_LIMIT_S = 10.0
 
@@ -73,6 +77,9 @@ class NodeStore:
         self._clock = clock
         self._threads = Threads("copy", COPY_THREADS)
         self._leases = Leases(clock)
+        self._prefetches = Prefetches(
+            self._leases, int(dram_bytes * PREFETCH_SHARE), config.dram.pull_timeout_s + QUEUEING_S, clock
+        )
         self._meter = BandwidthMeter(clock)
         self._quotas = _quotas(config)
         self._dram = Dram(
@@ -92,7 +99,7 @@ class NodeStore:
             peers=peers or NoPeers(),
             space=space,
             threads=self._threads,
-            leases=self._leases,
+            prefetches=self._prefetches,
             meter=self._meter,
             counters=self.counters,
             pull_timeout_s=config.dram.pull_timeout_s,
@@ -157,6 +164,7 @@ class NodeStore:
         for code, name in enumerate(TIER_NAMES):
             self.counters.found[name] += run.tiers.count(code)
         lease = self._leases.take(run.keys, lookup.lease_s)
+        self._prefetches.come(run.asked)
         self._lookups.use(run)
         return Found(lookup.id, run.tiers, run.nbytes, lease, self._meter.seconds_per_byte())
 
@@ -186,12 +194,14 @@ class NodeStore:
     # For routers and other nodes
 
     def prefetch(self, keys: Sequence[ChunkKey], world_size: int, sources: Sequence[Source] = ()) -> int:
-        """Begin to move the leading run to dram; how many chunks are there or on their way. They are leased for
-        `PREFETCH_LEASE_S`."""
+        """Begin to move the leading run to dram; how many chunks are there or on their way. They stay until an
+        engine asks for them or `QUEUEING_S` after they can have come, and are a part of the budget at most."""
         run = self._lookups.find(b"".join(keys), world_size, sources)
-        self._leases.take(run.keys, PREFETCH_LEASE_S)
-        self._lookups.use(run)
-        return len(run.keys)
+        count = self._prefetches.begin(run.keys[:MOST_AHEAD], run.nbytes)
+        self._lookups.use(run._replace(keys=run.keys[:count]))
+        self.counters.prefetched += count
+        self.counters.prefetches_refused += len(run.keys) - count
+        return count
 
     def lend(self, keys: Sequence[ChunkKey], limit_s: float) -> Mapping[PartName, Lent]:
         """For another node's `Peers.fetch`: all parts of the complete chunks that are in dram, held for `limit_s`."""
@@ -263,6 +273,7 @@ class NodeStore:
     def expire(self) -> None:
         """End leases that have run out, and drop what `ttl_s` says. `start` has this called every second."""
         self._lookups.catch_up()
+        self._prefetches.expire()
         self._leases.expire()
         for shelf in self._shelves:
             shelf.tend()
@@ -303,6 +314,7 @@ class NodeStore:
     def check_integrity(self) -> None:
         """Raises AssertionError when the structures contradict themselves or each other."""
         self._leases.check_integrity()
+        self._prefetches.check_integrity()
         self._dram.check_integrity()
         for shelf in self._shelves:
             shelf.check_integrity()

@@ -16,6 +16,8 @@ from cache_store.object_space import ObjectGone
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25
+OWN_OBJECT_S = 5.0
+"""Longest wait for an object of this process on this node, which is there at once."""
 
 
 class RayObjectSpace:
@@ -35,7 +37,10 @@ class RayObjectSpace:
         ref = _put(np.frombuffer(payload, np.uint8))
         if ref is None:
             raise MemoryError(f"the Ray object store did not take {payload.nbytes} bytes")
-        return RayHeld(self, ref, ray.get(ref))
+        try:
+            return RayHeld(self, ref, ray.get(ref, timeout=OWN_OBJECT_S))
+        except ray.exceptions.RayError as error:
+            raise MemoryError(f"the Ray object store lost {payload.nbytes} bytes: {error}") from error
 
     def pull(self, ref: object, timeout_s: float) -> RayHeld:
         if not isinstance(ref, ray.ObjectRef):

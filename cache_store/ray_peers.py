@@ -6,7 +6,6 @@ Needs Ray, and is imported by the cache actor alone.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from cache_store.chunk import Header
 from cache_store.events import ChunkKey
 from cache_store.node_actor import NAMESPACE, actor_name
 from cache_store.peers import Lent, PartName
-
-logger = logging.getLogger(__name__)
 
 _decode = msgspec.msgpack.Decoder(list[Header])
 
@@ -34,12 +31,10 @@ class RayPeers:
         try:
             async with asyncio.timeout(limit_s):
                 headers, refs = await (await self._actor(node)).parts.remote(list(keys))
-        except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+        except BaseException:
+            # The node may have another actor by now.
             self._actors.pop(node, None)
-            logger.info(
-                "node %s gave no chunks: %s", node, str(error).partition("\n")[0] or type(error).__name__
-            )
-            return {}
+            raise
         found = zip(_decode.decode(headers), refs, strict=True)
         return {(ChunkKey(header.key), header.rank): Lent(header, ref) for header, ref in found}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -21,6 +22,8 @@ from cache_store.timed_calls import TimedCalls
 if TYPE_CHECKING:
     from pyarrow import Buffer
     from pyarrow.fs import FileInfo, FileSystem
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _PROBE_BYTES = 1024
@@ -58,6 +61,7 @@ class RemoteTier:
         self._calls = TimedCalls(self.shown, calls)
         self._counting = threading.Lock()
         self._open = True
+        self._listed_whole = True
 
     @property
     def readable(self) -> bool:
@@ -131,6 +135,10 @@ class RemoteTier:
         listing = self.listing()
         for path in listing.stale:
             self._discard(path, "temporary")
+        if self._listed_whole and not listing.complete:
+            found = len(listing.parts)
+            logger.warning("%s has more parts than one listing finds: %d are known here", self.shown, found)
+        self._listed_whole = listing.complete
         return sorted(listing.parts, key=lambda part: part.created)
 
     def listing(self, limit: int = 100_000, limit_s: float = 30.0, identity: bytes | None = None) -> Listing:

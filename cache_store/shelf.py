@@ -87,6 +87,10 @@ class Shelf:
         self._writers = Threads(f"{tier}-write", WRITE_THREADS)
         self._deleted: set[ChunkKey] = set()
         """Keys whose files are being deleted."""
+        self._again: set[ChunkKey] = set()
+        """Keys that were asked to be written while they were leaving."""
+        self.on_left: Callable[[ChunkKey], None] = lambda key: None
+        """Told of a key that `admit` refused because it was leaving, once it has left."""
         self._deletions: set[asyncio.Task[None]] = set()
         self._writer = ShelfWriter(
             self, files, self._writers, admission=admission, max_in_flight=max_writing, counters=counters
@@ -157,11 +161,18 @@ class Shelf:
     def admit(self, key: ChunkKey, nbytes: int, parts: int) -> bool:
         """Whether to write this chunk now, of which a faster tier has all parts. That counts as one touch.
 
-        After True call `write`, which must get all parts.
+        After True call `write`, which must get all parts. A chunk that is leaving is refused, and no touch; see
+        `on_left`.
         """
-        if key in self._deleted or any(self.entries.sizes_if_complete([key], parts)):
+        if self._is_leaving(key):
+            self._again.add(key)
+            return False
+        if any(self.entries.sizes_if_complete([key], parts)):
             return False
         return self._writer.admit(key, nbytes, parts)
+
+    def _is_leaving(self, key: ChunkKey) -> bool:
+        return key in self._deleted or key in self._writer.unwanted
 
     async def write(self, key: ChunkKey, parts: Sequence[tuple[Header, memoryview]]) -> None:
         """Returns when nothing reads the payloads any more, however long the tier takes."""
@@ -195,6 +206,7 @@ class Shelf:
         self._writer.unwanted.update(self._writer.keys.intersection(keys))
         doomed = self.forget(keys)
         if not doomed:
+            self._tell_left(keys)
             return None
         self._deleted.update(key for key, _ in doomed)
         deletion = asyncio.get_running_loop().create_task(self._delete(doomed))
@@ -217,7 +229,15 @@ class Shelf:
         try:
             await self._writers.finish(None, _delete, self._files, doomed)
         finally:
-            self._deleted.difference_update(key for key, _ in doomed)
+            keys = [key for key, _ in doomed]
+            self._deleted.difference_update(keys)
+            self._tell_left(keys)
+
+    def _tell_left(self, keys: Iterable[ChunkKey]) -> None:
+        for key in self._again.intersection(keys):
+            if not self._is_leaving(key):
+                self._again.remove(key)
+                self.on_left(key)
 
     async def evict(self, over: Callable[[], int]) -> None:
         """Delete what is worth least to free so many bytes, counted after what is already being deleted."""
@@ -291,6 +311,7 @@ class Shelf:
         assert self._publisher.keys(self.tier) == complete
         assert self.count == len(complete)
         self._writer.check_integrity()
+        assert all(map(self._is_leaving, self._again))
         if self._eviction is not None:
             self._eviction.check_integrity()
             assert len(self._eviction) == len(complete)

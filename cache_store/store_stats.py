@@ -37,6 +37,10 @@ class StoreCounters(msgspec.Struct):
     )
     peer_failures: int = 0
     """Requests to other nodes that failed or came too late."""
+    prefetched: int = 0
+    """Chunks that routers asked to have in dram ahead of their request, and that were there or set out for."""
+    prefetches_refused: int = 0
+    """Chunks that were over what is kept ahead of requests, some of them when their size became known."""
     lent: int = 0
     """Parts lent to other nodes."""
     corrupt: dict[str, int] = msgspec.field(default_factory=_by_tier)

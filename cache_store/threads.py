@@ -1,4 +1,4 @@
-"""Threads in which bytes are moved, so that the store's loop never does."""
+"""Threads in which bytes are moved, so that the store's loop does not wait for them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class Threads:
 
     def __init__(self, name: str, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._busy = 0
+        """Jobs of `finish` that were handed over and of whose end the loop has not heard."""
+        self._worked = False
+        """The loop has done a job itself in this turn."""
 
     async def finish(
         self, limit_s: float | None, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -29,6 +33,8 @@ class Threads:
         """
         job = self._pool.submit(work, *args, **kwargs)
         end = asyncio.wrap_future(job)
+        self._busy += 1
+        end.add_done_callback(self._heard)
         try:
             await asyncio.wait([end], timeout=limit_s)
             if not end.done() and job.cancel():
@@ -43,6 +49,26 @@ class Threads:
         finally:
             # An exception holds this frame, and with it what the work held: no cycle may keep that.
             del end, job
+
+    async def finish_short(
+        self, limit_s: float | None, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """As `finish`, for work that takes about as long as handing it over and hearing of its end.
+
+        Where nothing else is to be done the loop does it itself. What comes beside it goes to the threads: they do it
+        side by side, and the loop is held by one piece of work in a turn at most.
+        """
+        if self._busy or self._worked:
+            return await self.finish(limit_s, work, *args, **kwargs)
+        self._worked = True
+        asyncio.get_running_loop().call_soon(self._turn_over)
+        return work(*args, **kwargs)
+
+    def _turn_over(self) -> None:
+        self._worked = False
+
+    def _heard(self, end: object) -> None:
+        self._busy -= 1
 
     async def attempt(self, limit_s: float, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait `limit_s` for `work`, which must use nothing that others use. Raises TimeoutError: it then may run

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from cache_store.dram import Dram, DramChunk, Part
+from cache_store.events import ChunkKey
 from cache_store.shelf import Shelf
 
 
@@ -16,6 +18,9 @@ class WriteBehind:
         self._dram = dram
         self._shelves = shelves
         self._writes: set[asyncio.Task[None]] = set()
+        self._closed = False
+        for shelf in shelves:
+            shelf.on_left = partial(self._left, shelf)
 
     def __len__(self) -> int:
         """Writes under way."""
@@ -23,14 +28,23 @@ class WriteBehind:
 
     def touched(self, chunk: DramChunk) -> None:
         """A chunk that is complete in memory was saved, or asked for: the tiers that lack it may want it now."""
-        parts = [part for part in chunk.parts if part is not None]
         for shelf in self._shelves:
-            if shelf.admit(chunk.key, chunk.nbytes, len(parts)):
-                for part in parts:
-                    self._dram.borrow(part)
-                write = asyncio.get_running_loop().create_task(self._write(shelf, chunk, parts))
-                self._writes.add(write)
-                write.add_done_callback(self._writes.discard)
+            self._offer(shelf, chunk)
+
+    def _left(self, shelf: Shelf, key: ChunkKey) -> None:
+        """A chunk was touched while its file was still there to be deleted. Now it may be written anew."""
+        chunk = self._dram.chunks.get(key)
+        if chunk is not None and chunk.complete and not self._closed:
+            self._offer(shelf, chunk)
+
+    def _offer(self, shelf: Shelf, chunk: DramChunk) -> None:
+        parts = [part for part in chunk.parts if part is not None]
+        if shelf.admit(chunk.key, chunk.nbytes, len(parts)):
+            for part in parts:
+                self._dram.borrow(part)
+            write = asyncio.get_running_loop().create_task(self._write(shelf, chunk, parts))
+            self._writes.add(write)
+            write.add_done_callback(self._writes.discard)
 
     async def _write(self, shelf: Shelf, chunk: DramChunk, parts: list[Part]) -> None:
         try:
@@ -45,6 +59,7 @@ class WriteBehind:
             await asyncio.wait(self._writes)
 
     async def close(self, limit_s: float) -> None:
-        """What has not ended within `limit_s` hangs in its tier, and is left behind."""
+        """Nothing more is written. What has not ended within `limit_s` hangs in its tier, and is left behind."""
+        self._closed = True
         if self._writes:
             await asyncio.wait(self._writes, timeout=limit_s)

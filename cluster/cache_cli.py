@@ -106,58 +106,41 @@ def ls_command(
     _show(_target(endpoint, config, name), path, None, Listing, json, print_listing)
 
 
-@app.command()
-def lookup(
-    prompt: Prompt = None,
-    chat: Chat = False,
-    body: Body = None,
-    key: Keys = None,
-    model: Model = None,
-    tenant: Tenant = None,
-    json: Json = False,
-    endpoint: Endpoint = None,
-    config: Config = None,
-    name: Name = None,
-) -> None:
-    """Where each chunk of a prompt is: which replicas have it in their blocks, which nodes in which tier."""
-    named = _given(prompt, chat, body, key, model, tenant)
-    _show(_target(endpoint, config, name), "/admin/cache/lookup", named, Lookup, json, print_lookup)
+def _chunk_command(verb: str, help: str, act: Callable[[Target, dict[str, Any], bool], None]) -> None:
+    """A command on the chunks that its options name: `act` gets the cluster, the body to ask with, and `--json`."""
+
+    @app.command(verb, help=help)
+    def command(
+        prompt: Prompt = None,
+        chat: Chat = False,
+        body: Body = None,
+        key: Keys = None,
+        model: Model = None,
+        tenant: Tenant = None,
+        json: Json = False,
+        endpoint: Endpoint = None,
+        config: Config = None,
+        name: Name = None,
+    ) -> None:
+        named = _given(prompt, chat, body, key, model, tenant)
+        act(_target(endpoint, config, name), named, json)
 
 
-@app.command()
-def pin(
-    prompt: Prompt = None,
-    chat: Chat = False,
-    body: Body = None,
-    key: Keys = None,
-    model: Model = None,
-    tenant: Tenant = None,
-    json: Json = False,
-    endpoint: Endpoint = None,
-    config: Config = None,
-    name: Name = None,
-) -> None:
-    """Keep chunks where they are: no store evicts or expires them until `unpin`, or its own restart."""
-    named = _given(prompt, chat, body, key, model, tenant)
-    _change(_target(endpoint, config, name), "pin", "pinned", named, json)
-
-
-@app.command()
-def unpin(
-    prompt: Prompt = None,
-    chat: Chat = False,
-    body: Body = None,
-    key: Keys = None,
-    model: Model = None,
-    tenant: Tenant = None,
-    json: Json = False,
-    endpoint: Endpoint = None,
-    config: Config = None,
-    name: Name = None,
-) -> None:
-    """Take `pin` back."""
-    named = _given(prompt, chat, body, key, model, tenant)
-    _change(_target(endpoint, config, name), "unpin", "unpinned", named, json)
+_chunk_command(
+    "lookup",
+    "Where each chunk of a prompt is: which replicas have it in their blocks, which nodes in which tier.",
+    lambda target, named, json: _show(target, "/admin/cache/lookup", named, Lookup, json, print_lookup),
+)
+_chunk_command(
+    "pin",
+    "Keep chunks where they are: no store evicts or expires them until `unpin`, or its own restart.",
+    lambda target, named, json: _change(target, "pin", "pinned", named, json),
+)
+_chunk_command(
+    "unpin",
+    "Take `pin` back.",
+    lambda target, named, json: _change(target, "unpin", "unpinned", named, json),
+)
 
 
 @app.command()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from cache_store.free_ports import free_ports as find_ports
 from cluster import processes, state
 from cluster.config import ClusterConfig
 from cluster.interrupts import held
@@ -30,7 +29,6 @@ HEAD_LOG = "head.log"
 RAY_FOLDER = "r"
 """Below the session's folder, which stays its user's own: Ray opens its folder to everyone."""
 STARTED_LINE = "Ray runtime started"
-PORTS = range(20_000, 32_000)
 SHORT_FOLDER = "/tmp"
 """Where a session's folder is made: Ray and Serve put sockets up to 90 bytes deep below it, and 107 is the limit."""
 
@@ -172,31 +170,11 @@ def logs_of(cluster: ClusterState) -> Path:
 
 
 def free_ports(count: int, besides: Collection[int] = ()) -> list[int]:
-    """Distinct ports, none of `besides`, that nothing listens on at this moment.
-
-    They lie below those that systems give to outgoing connections, so that none of these takes one before it is
-    used, and come in random order, so that two processes that ask at the same moment hardly get the same.
-    """
-    found: list[int] = []
-    candidates = list(PORTS)
-    random.SystemRandom().shuffle(candidates)
-    for port in candidates:
-        if len(found) == count:
-            return found
-        if port not in besides and _is_free(port):
-            found.append(port)
-    raise RayStartError(
-        f"found {len(found)} free ports from {PORTS.start} to {PORTS.stop - 1}; needed: {count}"
-    )
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+    """As `cache_store.free_ports.free_ports`, of this host alone. Raises RayStartError."""
+    try:
+        return find_ports(count, HOST, besides)
+    except OSError as error:
+        raise RayStartError(str(error)) from error
 
 
 def _command(config: ClusterConfig, temp: Path) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,6 +160,9 @@ class SharingCluster:
         nodes: list[dict[str, Any]] = answer["nodes"]
         return nodes
 
+    def tier_works(self, node: str, tier: str) -> bool:
+        return all(each["tiers"][tier]["healthy"] for each in self.stats() if each["node"] == node)
+
     def read_bytes(self, node: str) -> dict[str, int]:
         """What the node's cache handed to engines, by the tier that it came from."""
         stats = next(each for each in self.stats() if each["node"] == node)
@@ -167,22 +171,40 @@ class SharingCluster:
 
     def engine_counts(self, replica: str) -> Counter[str]:
         """`tokens TIER` and `bytes TIER`, as the engine has loaded them."""
+        counts: Counter[str] = Counter()
+        for kind in ("tokens", "bytes"):
+            for tier, count in self._engine_counts(replica, f"manta_kv_loaded_{kind}_total", "tier").items():
+                counts[f"{kind} {tier}"] = count
+        return counts
+
+    def load_failures(self, replica: str) -> Counter[str]:
+        """Loads of the engine that failed, by reason."""
+        return self._engine_counts(replica, "manta_kv_load_failures_total", "reason")
+
+    def _engine_counts(self, replica: str, metric: str, label: str) -> Counter[str]:
         info = next(each for each in self.replicas if each["id"] == replica)
         counts: Counter[str] = Counter()
         for line in self.cluster.ask_replica(info, "GET", "/metrics").text.splitlines():
-            for kind in ("tokens", "bytes"):
-                if line.startswith(f"manta_kv_loaded_{kind}_total{{"):
-                    tier = line.partition('tier="')[2].partition('"')[0]
-                    counts[f"{kind} {tier}"] += int(float(line.rsplit(" ", 1)[1]))
+            if line.startswith(f"{metric}{{"):
+                value = line.partition(f'{label}="')[2].partition('"')[0]
+                counts[value] += int(float(line.rsplit(" ", 1)[1]))
         return counts
 
+    def holds_blocks(self, replica: str) -> bool:
+        """Whether blocks of the engine are in use."""
+        info = next(each for each in self.replicas if each["id"] == replica)
+        page = self.cluster.ask_replica(info, "GET", "/metrics").text
+        return any(
+            line.startswith("vllm:kv_cache_usage_perc") and float(line.rsplit(" ", 1)[1])
+            for line in page.splitlines()
+        )
+
     def check_rest(self) -> None:
-        """Nothing is under way, no actor contradicts itself, and of what has ended nothing is left but the leases of
-        prefetches, which last a minute."""
+        """Nothing is under way, no actor contradicts itself, and of what has ended nothing is left."""
         import ray
 
         self.cluster.wait_idle()
-        kinds = ("pinned", "flights", "saving", "dram_leaving")
+        kinds = ("leases", "pinned", "flights", "saving", "dram_leaving")
         wait_for("caches at rest", lambda: not any(node[kind] for node in self.stats() for kind in kinds))
         for node in self.stats():
             assert node["dram_in_use"] == node["tiers"]["dram"]["bytes"] <= node["tiers"]["dram"]["capacity"]
@@ -200,8 +222,24 @@ class SharingCluster:
         """As `kill -9` does, and wait for the actor that Ray starts in its place and for its engines."""
         before = self.pid(node)
         os.kill(before, signal.SIGKILL)
+        self.wait_replaced(node, before)
+
+    def wait_replaced(self, node: str, before: int) -> None:
+        """Another actor than the one of this pid is there, and has its engines."""
         wait_for("another actor", lambda: _is_another(self.app, node, before), 60)
         self.wait_connected(node)
+
+    @contextmanager
+    def held_up(self, replica: str, prompt: Sequence[int], s3: S3Server) -> Iterator[Future[Answer]]:
+        """A request of this replica alone, which amid its load waits for S3 until the context ends, or `s3` resumes."""
+        with self.only(replica), ThreadPoolExecutor(1) as pool:
+            s3.pause()
+            try:
+                asking = pool.submit(self.ask, prompt)
+                wait_for("its load has begun", lambda: self.holds_blocks(replica))
+                yield asking
+            finally:
+                s3.resume()
 
     def wait_connected(self, node: str) -> None:
         """The node's cache has its engines, and the router has it."""

@@ -6,17 +6,22 @@ long prompt, so that it knows no rate of its own and loads whatever there is.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from ray import serve
 
 from cluster.state import ClusterState
-from tests.cluster.deployed import Deployed
+from tests.cluster.deployed import Deployed, wait_for
 from tests.cluster.second_node import SecondNode
 from tests.cluster.shared_kv import Answer, SharingCluster, end_caches, remove_files, s3_uri
 from tests.s3_server import S3Server, s3_server
@@ -29,6 +34,7 @@ BLOCK, CHUNK, CHUNKS = 32, 64, 23
 WHOLE = CHUNKS * CHUNK
 BYTES_PER_TOKEN = 2 * 2 * 32 * 4
 """Keys and values of two layers, in float32."""
+HANG_S = 10.0
 
 
 def words(name: str) -> list[int]:
@@ -111,6 +117,37 @@ def test_a_prefix_that_one_replica_computed_is_loaded_by_another_on_its_node(
     cluster: SharingCluster, second: str, cold: dict[str, Answer]
 ) -> None:
     cluster.load(second, words("memory"), "dram", cold["memory"], BYTES_PER_TOKEN)
+
+
+def test_prompts_that_were_warmed_are_loaded_by_others(
+    cluster: SharingCluster, first: str, second: str, tmp_path: Path
+) -> None:
+    prompts = [words("warmed"), words("warmed too")]
+    cold = [cluster.compute(first, prompt, tenant="b") for prompt in prompts]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    with cluster.only(first):
+        told = warm(cluster, file, "--tenant", cluster.tenant)
+    tokens = sum(map(len, prompts))
+    assert (told["prompts"], told["prompt_tokens"], told["computed"]) == (2, tokens, tokens)
+    assert (told["chunks"], told["stored"], told["failed"]) == (2 * CHUNKS, 2 * CHUNKS, [])
+    for prompt, answer in zip(prompts, cold, strict=True):
+        cluster.load(second, prompt, "dram", answer, BYTES_PER_TOKEN)
+    with cluster.only(first):
+        told = warm(cluster, file, "--tenant", cluster.tenant)
+    assert told["computed"] == tokens - 2 * WHOLE
+    assert told["cached"]["hbm"] == 2 * WHOLE
+
+
+def warm(cluster: SharingCluster, file: Path, *options: str) -> dict[str, Any]:
+    """What `manta cache warm` tells at its end."""
+    command = [sys.executable, "-m", "cluster.cli", "cache", "warm", str(file), "--json", *options]
+    done = subprocess.run(
+        [*command, "--endpoint", cluster.cluster.endpoint], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
 
 
 def test_after_its_cache_was_killed_it_comes_from_disk(
@@ -197,7 +234,13 @@ def two_nodes(
     serve.shutdown()
     with SecondNode(ray_head):
         deployed = deploy_vllm(
-            cache={"share": "on", "staging_mib": 4, "remote": {"uri": s3_uri(s3), "admission": "always"}},
+            cache={
+                "share": "on",
+                "staging_mib": 4,
+                # Replicas that have computed here load from S3 nevertheless.
+                "load_when": "always",
+                "remote": {"uri": s3_uri(s3), "admission": "always"},
+            },
             http={"proxy_location": "HeadOnly"},
             placement={"max_replicas_per_node": 1},
         )
@@ -215,13 +258,65 @@ def test_a_prefix_that_one_node_computed_is_loaded_by_another(two_nodes: Sharing
     two_nodes.load(two_nodes.replica_on(there), words("peer"), "peer", cold, BYTES_PER_TOKEN)
 
 
-def test_after_the_caches_of_all_nodes_were_killed_it_comes_from_s3(
-    two_nodes: SharingCluster, s3: S3Server
-) -> None:
-    here, there = two_nodes.nodes
-    cold = two_nodes.compute(two_nodes.replica_on(here), words("s3"))
-    keys = two_nodes.wait_kept(words("s3"), "remote")
-    assert {path.name for path in s3.bucket.rglob("*.kv")} >= {f"{key}.0.kv" for key in keys}
+@pytest.fixture(scope="module")
+def in_s3(two_nodes: SharingCluster, s3: S3Server) -> dict[str, Answer]:
+    """What the first node computed and is nowhere else: the caches of both nodes were killed."""
+    here = two_nodes.nodes[0]
+    answers = {
+        name: two_nodes.compute(two_nodes.replica_on(here), words(name)) for name in ("hangs", "dies", "s3")
+    }
+    for name in answers:
+        keys = two_nodes.wait_kept(words(name), "remote")
+        assert {path.name for path in s3.bucket.rglob("*.kv")} >= {f"{key}.0.kv" for key in keys}
     for node in two_nodes.nodes:
         two_nodes.kill_cache(node)
-    two_nodes.load(two_nodes.replica_on(there), words("s3"), "remote", cold, BYTES_PER_TOKEN)
+    return answers
+
+
+def test_a_cache_that_hangs_for_ten_seconds_amid_a_load_costs_that_load_its_limit_and_others_nothing(
+    two_nodes: SharingCluster, s3: S3Server, in_s3: dict[str, Answer]
+) -> None:
+    there = two_nodes.nodes[1]
+    replica, pid = two_nodes.replica_on(there), two_nodes.pid(there)
+    failures = two_nodes.load_failures(replica)
+    with two_nodes.held_up(replica, words("hangs"), s3) as asking:
+        begun = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            other = two_nodes.ask(words("meanwhile"))
+            assert (other.replica, other.loaded) == (replica, 0)
+            assert not asking.done()
+            s3.resume()
+            answer = asking.result(timeout=60)
+            # The load's limit is as long, but began before.
+            time.sleep(max(0.0, begun + HANG_S - time.monotonic()))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert (answer.tokens, answer.loaded, answer.replica) == (in_s3["hangs"].tokens, 0, replica)
+    assert two_nodes.load_failures(replica) - failures == {"late": 1}
+    two_nodes.wait_connected(there)
+    two_nodes.check_rest()
+
+
+def test_a_cache_that_is_killed_amid_a_load_costs_no_answer(
+    two_nodes: SharingCluster, s3: S3Server, in_s3: dict[str, Answer]
+) -> None:
+    there = two_nodes.nodes[1]
+    replica, pid = two_nodes.replica_on(there), two_nodes.pid(there)
+    wait_for("S3 works again for it", lambda: two_nodes.tier_works(there, "remote"), 60)
+    failures = two_nodes.load_failures(replica)
+    with two_nodes.held_up(replica, words("dies"), s3) as asking:
+        os.kill(pid, signal.SIGKILL)
+        # While S3 still gives no answer.
+        answer = asking.result(timeout=60)
+    assert (answer.tokens, answer.loaded, answer.replica) == (in_s3["dies"].tokens, 0, replica)
+    assert two_nodes.load_failures(replica) - failures == {"unavailable": 1}
+    two_nodes.wait_replaced(there, pid)
+    two_nodes.check_rest()
+
+
+def test_after_the_caches_of_all_nodes_were_killed_it_comes_from_s3(
+    two_nodes: SharingCluster, in_s3: dict[str, Answer]
+) -> None:
+    there = two_nodes.nodes[1]
+    two_nodes.load(two_nodes.replica_on(there), words("s3"), "remote", in_s3["s3"], BYTES_PER_TOKEN)

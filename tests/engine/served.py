@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -17,7 +17,7 @@ import pytest
 from cache_store.config import CacheConfig
 from cache_store.events import ChunkKey
 from cache_store.keys import chunk_keys, namespace
-from tests.engine.tiered_store import TieredStore
+from tests.engine.store_thread import StoreThread
 from workers.config import EngineConfig, ModelConfig
 from workers.messages import Plan
 from workers.request_record import RequestRecord, current_request
@@ -57,7 +57,7 @@ class Answer:
 class Served:
     engine: VllmEngine
     client: httpx.AsyncClient
-    store: TieredStore
+    store: StoreThread
 
     async def post(
         self, path: str, body: dict[str, Any], salt: str = "", plan: Plan | None = None
@@ -114,26 +114,53 @@ class Served:
         identity = self.engine.info.identity
         return chunk_keys(namespace(identity.digest(), adapter, salt), tokens, identity.chunk_tokens)
 
+    async def metrics(self) -> dict[str, float]:
+        """By name with labels. Of the engine that was started last: all of this process share a page."""
+        page = (await self.client.get("/metrics")).text
+        lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    async def metric(self, name: str, *labels: str) -> float:
+        """The sum of those that have all of the labels."""
+        return sum(
+            value
+            for full, value in (await self.metrics()).items()
+            if full.partition("{")[0] == name and all(label in full for label in labels)
+        )
+
     async def counts(self) -> Counter[str]:
-        """The engine's counts of KV, by name and label. Of the engine that was started last: they share a page."""
+        """The engine's counts of KV, by name and label."""
         counts: Counter[str] = Counter()
-        for line in (await self.client.get("/metrics")).text.splitlines():
-            name, _, rest = line.partition("{")
+        for full, value in (await self.metrics()).items():
+            name, _, rest = full.partition("{")
             if (name.startswith("manta_kv_") and name.endswith("_total")) or name.endswith(
                 "preemptions_total"
             ):
-                labels = dict(pair.split("=") for pair in rest.partition("}")[0].split(","))
+                labels = dict(pair.split("=") for pair in rest.rstrip("}").split(","))
                 label = next(
                     (v.strip('"') for k, v in labels.items() if k in ("tier", "outcome", "reason")), ""
                 )
                 kind = name.removeprefix("manta_kv_").removesuffix("_total")
-                counts[f"{kind} {label}".strip()] += float(line.rsplit(" ", 1)[1])  # type: ignore[assignment]
+                counts[f"{kind} {label}".strip()] += int(value)
         return counts
 
     async def saved(self, tokens: Sequence[int], **names: str) -> None:
         """All whole chunks of `tokens` are in the store's memory."""
         keys = set(self.keys(tokens, **names))
         await eventually(lambda: keys <= self.store.in_memory)
+
+    async def blocks_free(self) -> None:
+        """No block is in use. Of the engine that was started last."""
+
+        async def free() -> bool:
+            return not await self.metric("vllm:kv_cache_usage_perc")
+
+        await eventually(free)
+
+    async def at_rest(self) -> None:
+        """Nothing of a request is left in store or engine. Of the engine that was started last."""
+        await eventually(self.store.nothing_open)
+        await self.blocks_free()
 
     async def forget(self) -> None:
         """Nothing of a request is left in store or engine, and the engine's blocks, all free, hold no prefix."""
@@ -155,13 +182,15 @@ async def eventually(what: Callable[[], Any]) -> None:
 @asynccontextmanager
 async def serving(
     model: Path,
-    store: TieredStore,
+    store: StoreThread,
     adapters: dict[str, Path] | None = None,
     connector: dict[str, Any] | None = None,
     module: str = "",
+    share: Literal["on", "auto"] = "on",
     **args: Any,
 ) -> AsyncIterator[Served]:
-    """An engine of the tiny model. `connector` are further settings of the KV connector, `module` another one."""
+    """An engine of the tiny model, with the store's chunks. `connector` are further settings of the KV connector,
+    `module` another one."""
     engine = VllmEngine(
         EngineConfig(kind="vllm", device="cpu", args={**ARGS, **args}),
         ModelConfig(
@@ -169,7 +198,7 @@ async def serving(
             name="tiny",
             adapters={name: str(path) for name, path in (adapters or {}).items()},
         ),
-        CacheConfig(chunk_tokens=CHUNK, share="on", staging_mib=1),
+        CacheConfig(chunk_tokens=store.chunk_tokens, share=share, staging_mib=1),
         store=StoreAddress(str(store.socket), "engine", load_when="always"),
     )
     try:

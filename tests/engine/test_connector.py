@@ -11,176 +11,30 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import pytest_asyncio
 
 from cache_store.chunk import checksum
-from cache_store.config import CacheConfig
 from cache_store.events import ChunkKey
-from cache_store.keys import chunk_keys, namespace
 from cache_store.node_store import LoadResult
+from tests.engine.served import BLOCK, Answer, Served, eventually, serving
 from tests.engine.store_thread import StoreThread
 from tests.tiny_adapter import make_tiny_adapter
 from tests.tiny_model import make_tiny_model
-from workers.config import EngineConfig, ModelConfig
 from workers.messages import Plan
-from workers.request_record import RequestRecord, current_request
-from workers.store_address import StoreAddress
 from workers.vllm.connector.shareable import NotShareableError
-from workers.vllm.engine import VllmEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
 
-BLOCK, CHUNK = 32, 64
-ARGS = {
-    "max-model-len": 1024,
-    "dtype": "float32",
-    "block-size": BLOCK,
-    "enforce-eager": True,
-    "kv-cache-memory-bytes": 64 * 1024 * 1024,
-    "distributed-executor-backend": "uni",
-    # Prompts of several chunks are computed in several steps.
-    "max-num-batched-tokens": 128,
-    "max-num-seqs": 16,
-}
+CHUNK = 64
+STEPS = {"max-num-batched-tokens": 128}
+"""Prompts of several chunks are computed in several steps."""
 GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 PROMPT = [(7 * at + at * at // 5) % 400 + 3 for at in range(450)]
 """Seven whole chunks and two tokens."""
-
-
-@dataclass
-class Answer:
-    tokens: list[int]
-    cached: dict[str, int]
-    """By tier, as the header says."""
-    usage: dict[str, Any]
-
-
-@dataclass
-class Served:
-    """An engine, and its server without a network."""
-
-    engine: VllmEngine
-    client: httpx.AsyncClient
-    store: StoreThread
-
-    async def complete(
-        self,
-        prompt: list[int],
-        max_tokens: int = 24,
-        salt: str = "",
-        plan: Plan | None = None,
-        **options: Any,
-    ) -> Answer:
-        record = RequestRecord("test", salt=salt, plan=plan)
-        token = current_request.set(record)
-        body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "return_token_ids": True,
-        }
-        try:
-            answer = await self.client.post("/v1/completions", json=body | options)
-        finally:
-            current_request.reset(token)
-        assert answer.status_code == 200, answer.text
-        content = answer.json()
-        cached = {name: int(count) for name, count in (p.split("=") for p in record.cached_header.split(","))}
-        assert sum(cached.values()) == len(prompt)
-        assert content["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) - cached["computed"]
-        return Answer(content["choices"][0]["token_ids"], cached, content["usage"])
-
-    async def ask_until(self, gone: asyncio.Event, prompt: list[int]) -> None:
-        """As a client that leaves."""
-        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0}).encode()
-        sent = iter([{"type": "http.request", "body": body}])
-
-        async def receive() -> dict[str, Any]:
-            for message in sent:
-                return message
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            assert gone.is_set(), "nothing was computed yet"
-
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
-            "headers": [(b"content-type", b"application/json")], "client": None, "server": ("engine", 80),
-        }  # fmt: skip
-        await self.engine.app(scope, receive, send)
-
-    def keys(self, tokens: list[int], adapter: str = "", salt: str = "") -> list[ChunkKey]:
-        return chunk_keys(namespace(self.engine.info.identity.digest(), adapter, salt), tokens, CHUNK)
-
-    async def metrics(self) -> dict[str, float]:
-        page = (await self.client.get("/metrics")).text
-        lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
-        return {name: float(value) for name, value in lines}
-
-    async def metric(self, name: str, *labels: str) -> float:
-        return sum(
-            value
-            for full, value in (await self.metrics()).items()
-            if full.partition("{")[0] == name and all(label in full for label in labels)
-        )
-
-    async def forget(self) -> None:
-        """The engine's own blocks hold no prefix any more."""
-        await self.at_rest()
-        assert await self.engine._llm.reset_prefix_cache()
-
-    async def saved(self, tokens: list[int], **names: str) -> None:
-        """All whole chunks of `tokens` are in the store."""
-        keys = set(self.keys(tokens, **names))
-        await eventually(lambda: keys <= self.store.keys)
-
-    async def at_rest(self) -> None:
-        """No block is in use, no request of a worker open, no lease left."""
-
-        async def resting() -> bool:
-            stats = self.store.call(self.store.server.stats)
-            leases = self.store.call(self.store.store.stats).leases
-            return not (await self.metric("vllm:kv_cache_usage_perc") or stats.open_requests or leases)
-
-        async with asyncio.timeout(30):
-            while not await resting():  # noqa: ASYNC110 - known by asking alone
-                await asyncio.sleep(0.02)
-
-
-async def eventually(what: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
-        while not what():  # noqa: ASYNC110 - the condition is of plain data, with no event to wait for
-            await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def serving(
-    model: Path, store: StoreThread, adapters: dict[str, str] | None = None, share: Any = "on", **args: Any
-) -> AsyncIterator[Served]:
-    engine = VllmEngine(
-        EngineConfig(kind="vllm", device="cpu", args={**ARGS, **args}),
-        ModelConfig(path=str(model), name="tiny", adapters=adapters or {}),
-        CacheConfig(chunk_tokens=CHUNK, share=share, staging_mib=1),
-        store=StoreAddress(str(store.socket), "engine", load_when="always"),
-    )
-    try:
-        await engine.start(lambda events: None)
-        transport = httpx.ASGITransport(engine.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=120) as client:
-            yield Served(engine, client, store)
-    finally:
-        await engine.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +52,7 @@ async def first(
     folder = tmp_path_factory.mktemp("first")
     adapters = {"shared": folder.parent / "shared", "style": make_tiny_adapter(folder / "style", 1)}
     make_tiny_adapter(adapters["shared"], 7)
-    names = {name: str(path) for name, path in adapters.items()}
-    async with serving(tiny_model, store, names) as served:
+    async with serving(tiny_model, store, adapters, **STEPS) as served:
         yield served
 
 
@@ -212,8 +65,7 @@ async def second(
         "shared": make_tiny_adapter(folder / "shared", 7),
         "style": make_tiny_adapter(folder / "style", 2),
     }
-    names = {name: str(path) for name, path in adapters.items()}
-    async with serving(tiny_model, store, names, **{"speculative-config": GUESSING}) as served:
+    async with serving(tiny_model, store, adapters, **STEPS, **{"speculative-config": GUESSING}) as served:
         yield served
 
 
@@ -239,14 +91,14 @@ def lie_once(
         result = await load_into(asked, rank, target, limit_s)
         return lies.pop()(result, target) if asked == key and lies else result
 
-    store.store.load_into = changed  # type: ignore[method-assign]
+    store.change_loads(changed)
 
 
 @pytest.fixture
 def honest(store: StoreThread) -> Iterator[None]:
     """After the test the store is itself again."""
     yield
-    store.store.__dict__.pop("load_into", None)
+    store.behave()
 
 
 async def test_a_second_engine_answers_from_the_first_one_s_kv(second: Served, cold: Answer) -> None:
@@ -288,7 +140,7 @@ async def test_an_own_hit_that_ends_inside_a_chunk_is_completed_from_the_store(
     await second.complete(PROMPT[: 3 * BLOCK + 1], max_tokens=1)
     await first.forget()
     await first.complete(PROMPT)
-    await eventually(lambda: kept <= store.keys)
+    await eventually(lambda: kept <= store.in_memory)
     answer = await second.complete(PROMPT)
     assert answer.tokens == cold.tokens
     assert (answer.cached["hbm"], answer.cached["dram"]) == (3 * BLOCK, 448 - 3 * BLOCK)
@@ -304,7 +156,7 @@ async def test_what_was_generated_is_shared_when_it_is_settled(
     tokens = [*PROMPT, *answer.tokens]
     await second.saved(tokens[:-1])
     await second.at_rest()
-    assert second.store.keys == set(second.keys(tokens[:-1]))
+    assert second.store.in_memory == set(second.keys(tokens[:-1]))
     await first.forget()
     more = await first.complete(tokens, max_tokens=8)
     assert more.cached["dram"] == len(tokens[:-1]) // CHUNK * CHUNK
@@ -367,11 +219,12 @@ async def test_a_silent_store_costs_a_second_and_nothing_else(
     silent = threading.Event()
     store._loop.call_soon_threadsafe(silent.wait, 60)
     try:
-        before = await second.metric("manta_kv_lookups_total", 'outcome="failed"', 'outcome="late"')
+        counts = await second.counts()
         answer = await second.complete(PROMPT)
         assert answer.tokens == cold.tokens
         assert answer.cached["computed"] == len(PROMPT)
-        assert before == 0
+        grown = await second.counts() - counts
+        assert grown["lookups late"] + grown["lookups failed"] > 0
     finally:
         silent.set()
     await second.forget()
@@ -381,32 +234,19 @@ async def test_a_silent_store_costs_a_second_and_nothing_else(
 
 
 async def test_a_client_that_leaves_during_a_load_leaves_nothing_behind(
-    second: Served, cold: Answer, store: StoreThread, honest: None
+    second: Served, cold: Answer, store: StoreThread
 ) -> None:
-    begun, go_on = asyncio.Event(), threading.Event()
-    loop, load_into = asyncio.get_running_loop(), store.store.load_into
-
-    async def slow(*args: Any) -> LoadResult:
-        loop.call_soon_threadsafe(begun.set)
-        while not go_on.is_set():  # noqa: ASYNC110 - set by another thread
-            await asyncio.sleep(0.01)
-        return await load_into(*args)
-
-    store.store.load_into = slow  # type: ignore[method-assign]
-    gone = asyncio.Event()
-    asking = asyncio.create_task(second.ask_until(gone, PROMPT))
-    await asyncio.wait_for(begun.wait(), 30)
-    gone.set()
-    await asking
-    try:
-        # Long before the load's own limit.
-        async with asyncio.timeout(5):
-            while await second.metric("vllm:kv_cache_usage_perc"):  # noqa: ASYNC110 - known by asking alone
-                await asyncio.sleep(0.01)
-    finally:
-        go_on.set()
+    counts, leave = await second.counts(), asyncio.Event()
+    with store.hold_load_of(second.keys(PROMPT)[2]) as hold:
+        asking = asyncio.create_task(second.ask_and_leave(PROMPT, leave))
+        await asyncio.to_thread(hold.waiting.wait)
+        leave.set()
+        await asking
+        # While the store still works on its load, and not because that took too long.
+        await second.blocks_free()
+        assert not store.nothing_open()
+        assert not any("late" in name for name in await second.counts() - counts)
     await second.at_rest()
-    store.store.__dict__.pop("load_into")
     answer = await second.complete(PROMPT)
     assert (answer.tokens, answer.cached["dram"]) == (cold.tokens, 448)
 
@@ -424,7 +264,7 @@ async def test_a_reset_while_requests_run_and_save_changes_no_answer(first: Serv
     expected = [(await first.complete(prompt, max_tokens=100)).tokens for prompt in prompts]
     first.store.clear()
     asking = [asyncio.create_task(second.complete(prompt, max_tokens=100)) for prompt in prompts]
-    await eventually(lambda: first.store.keys)
+    await eventually(lambda: first.store.in_memory)
     assert await second.engine._llm.reset_prefix_cache(reset_running_requests=True)
     assert [(await answer).tokens for answer in asking] == expected
     await second.at_rest()
@@ -467,9 +307,9 @@ async def test_a_plan_says_whose_quota_it_is_and_what_need_not_be_saved(
     store.clear()
     await first.complete(PROMPT, plan=Plan(tenant="blue", skip_save=5))
     keys = first.keys(PROMPT)
-    await eventually(lambda: set(keys[5:]) <= store.keys)
+    await eventually(lambda: set(keys[5:]) <= store.in_memory)
     await first.at_rest()
-    assert store.keys == set(keys[5:])
+    assert store.in_memory == set(keys[5:])
     tenants = store.call(store.store.stats).tenants
     assert tenants["blue"] == 2 * CHUNK * 2 * 64 * 4
 
@@ -502,7 +342,7 @@ async def test_preempted_requests_answer_alike_beside_nixl(
     store.clear()
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-    args = {"max-model-len": 512, "num-gpu-blocks-override": 28, "kv-transfer-config": nixl}
+    args = STEPS | {"max-model-len": 512, "num-gpu-blocks-override": 28, "kv-transfer-config": nixl}
     async with serving(tiny_model, store, **args) as small:
         answers = await asyncio.gather(*(small.complete(prompt, max_tokens=150) for prompt in prompts))
         assert [answer.tokens for answer in answers] == expected
@@ -523,7 +363,7 @@ async def test_two_ranks_save_and_load_a_part_each(
     expected = (await first.complete(PROMPT)).tokens
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-    args = {"tensor-parallel-size": 2, "distributed-executor-backend": "mp"}
+    args = STEPS | {"tensor-parallel-size": 2, "distributed-executor-backend": "mp"}
     async with serving(tiny_model, store, **args) as wide:
         answer = await wide.complete(PROMPT)
         assert (answer.tokens, answer.cached["computed"]) == (expected, len(PROMPT))
@@ -543,7 +383,7 @@ async def test_two_ranks_save_and_load_a_part_each(
                 return LoadResult("missing", 0, None)
             return await load_into(key, rank, target, limit_s)
 
-        store.store.load_into = partial  # type: ignore[method-assign]
+        store.change_loads(partial)
         answer = await wide.complete(PROMPT)
         assert (answer.tokens, answer.cached["dram"]) == (expected, 2 * CHUNK)
         await wide.at_rest()
@@ -559,10 +399,10 @@ async def test_a_model_with_a_sliding_window_is_refused_or_served_without_sharin
     with pytest.raises(NotShareableError, match=r"SlidingWindowSpec.*cache\.share"):
         async with serving(model, store):
             pass
-    before = store.keys
+    before = store.in_memory
     async with serving(model, store, share="auto") as alone:
         answer = await alone.complete(PROMPT)
         again = await alone.complete(PROMPT)
         assert (answer.tokens, answer.cached["computed"]) == (again.tokens, len(PROMPT))
         assert store.call(store.server.stats).connections <= 4
-    assert store.keys == before
+    assert store.in_memory == before

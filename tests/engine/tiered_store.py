@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -14,14 +11,13 @@ from cache_store.chunk_path import part_path
 from cache_store.config import CacheConfig
 from cache_store.disk import DiskTier
 from cache_store.events import ChunkKey
-from cache_store.node_store import LoadResult, NodeStore
+from cache_store.node_store import NodeStore
 from cache_store.object_space import HeapHeld, HeapSpace
 from cache_store.store_socket import StoreServer
 from cache_store.stream import Publisher
 from tests.engine.store_thread import StoreThread
 
 MIB = 1 << 20
-Load = Callable[[ChunkKey], Awaitable[LoadResult]]
 
 
 class TieredStore(StoreThread):
@@ -39,7 +35,7 @@ class TieredStore(StoreThread):
             dram_bytes=self._mib * MIB,
             space=HeapSpace(),
             publisher=Publisher(
-                holder="store", epoch=1, identity=b"", chunk_tokens=self._chunk_tokens, tiers=("dram", "disk")
+                holder="store", epoch=1, identity=b"", chunk_tokens=self.chunk_tokens, tiers=("dram", "disk")
             ),
             disk=self.disk,
         )
@@ -50,30 +46,8 @@ class TieredStore(StoreThread):
     # What is there
 
     @property
-    def in_memory(self) -> set[ChunkKey]:
-        return self._in("dram")
-
-    @property
     def on_disk(self) -> set[ChunkKey]:
-        return self._in("disk")
-
-    def _in(self, tier: str) -> set[ChunkKey]:
-        return self.call(
-            lambda: {ChunkKey(bytes.fromhex(c.key)) for c in self.store.ls(100_000) if tier in c.tiers}
-        )
-
-    def nothing_open(self) -> bool:
-        """No request of an engine, and no lease."""
-        return not self.call(lambda: self.server.stats().open_requests + self.store.stats().leases)
-
-    def clear(self) -> None:
-        """Nothing is anywhere. A file that is still being deleted would not be written anew."""
-
-        async def cleared() -> None:
-            self.store.evict(None)
-            await self.store.settle()
-
-        self.run(cleared())
+        return self.chunks_in("disk")
 
     def forget_memory(self) -> None:
         """What is on disk is there alone."""
@@ -98,21 +72,6 @@ class TieredStore(StoreThread):
 
         self.call(change)
 
-    def on_load(self, key: ChunkKey, do: Callable[[Load], Awaitable[LoadResult]]) -> None:
-        """What happens when this chunk is asked for; `do` runs on the store's loop and is given the real load."""
-        load_into = self.store.load_into
-
-        async def changed(asked: ChunkKey, rank: int, target: memoryview, limit_s: float) -> LoadResult:
-            if asked != key:
-                return await load_into(asked, rank, target, limit_s)
-            return await do(lambda other: load_into(other, rank, target, limit_s))
-
-        self.store.load_into = changed  # type: ignore[method-assign]
-
-    def hold_load_of(self, key: ChunkKey) -> Hold:
-        """Loads of this chunk wait until they are let go on."""
-        return Hold(self, key)
-
     def answer_nothing(self) -> None:
         """Look-ups find nothing, as if the chunks had come a moment later."""
         lookup = self.store.lookup
@@ -121,9 +80,8 @@ class TieredStore(StoreThread):
         )
 
     def behave(self) -> None:
-        """Be a store like any other again."""
-        for name in ("load_into", "lookup"):
-            self.store.__dict__.pop(name, None)
+        super().behave()
+        self.store.__dict__.pop("lookup", None)
 
     def put(self, header: Header, payload: bytes) -> str:
         outcome: str = self.run(self.store.save(header, memoryview(payload)))
@@ -156,27 +114,3 @@ class TieredStore(StoreThread):
         stats = self.call(self.store.stats)
         assert (stats.leases, stats.leased, stats.pinned, stats.flights, stats.saving) == (0, 0, 0, 0, 0)
         assert stats.dram_in_use == stats.tiers["dram"].bytes == sum(stats.tenants.values())
-
-
-class Hold:
-    """A context manager: within it loads of one chunk wait."""
-
-    def __init__(self, store: TieredStore, key: ChunkKey) -> None:
-        self._store = store
-        self._key = key
-        self.waiting = threading.Event()
-        """A load has come."""
-        self._open = asyncio.Event()
-
-    def __enter__(self) -> Hold:
-        async def wait(load: Load) -> LoadResult:
-            self.waiting.set()
-            await self._open.wait()
-            return await load(self._key)
-
-        self._store.on_load(self._key, wait)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._store.behave()
-        self._store._loop.call_soon_threadsafe(self._open.set)

@@ -209,8 +209,9 @@ def test_a_load_that_failed_is_never_claimed_again() -> None:
     assert table.take_admissions() == [Admission("t", "r", 0, (0, 8, 0, 0, 0), 0)]
 
 
-def test_what_could_not_be_loaded_is_saved_once_it_is_computed() -> None:
-    table = with_request()
+@pytest.mark.parametrize("skip_save", [0, 1, 3], ids="plan said {}".format)
+def test_what_could_not_be_loaded_is_saved_once_it_is_computed(skip_save: int) -> None:
+    table = with_request(facts=Facts(skip_save=skip_save))
     loading(table)
     table.invalid({104, 105})
     table.load_done("r")

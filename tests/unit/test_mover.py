@@ -191,6 +191,22 @@ def test_a_flipped_bit_is_noticed_and_told_to_the_store(moved: Moved) -> None:
     assert moved.blocks.writes == [32, 33, 34, 35]
 
 
+def test_what_was_written_behind_a_piece_that_fails_is_not_counted_as_loaded(moved: Moved) -> None:
+    stored(moved, 3)
+    del moved.store.parts[key(1)]
+    moved.store.held = True
+    load(moved, 3)
+    until(lambda: len(moved.store.waiting) == 3)
+    moved.store.waiting.reverse()
+    moved.store.answer(1)
+    until(lambda: 40 in moved.blocks.writes)
+    moved.store.answer()
+    moved.loaded("l")
+    assert moved.report.loads == [LoadResult("l", (1,), "missing")]
+    assert moved.report.loaded_bytes == {1: CHUNK_BLOCKS * BLOCK_BYTES}
+    assert moved.invalid == set(range(36, 44))
+
+
 def test_a_store_that_vanishes_fails_a_load_at_once(moved: Moved) -> None:
     stored(moved, 3)
     moved.store.held = True
@@ -226,8 +242,12 @@ def test_a_cancelled_load_ends_at_once_and_writes_nothing_more(moved: Moved) -> 
     moved.store.held = True
     load(moved, 3)
     until(lambda: len(moved.store.waiting) == 3)
+    moved.store.answer(1)
+    until(lambda: 32 in moved.blocks.writes)
+    moved.blocks.writes.clear()
     moved.mover.cancel(["l", "unknown"])
     moved.loaded("l")
+    assert moved.report.loaded_bytes == {}
     assert moved.invalid == set(range(32, 44))
     moved.store.answer()
     until(moved.at_rest)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from cache_store.node_store import QUEUEING_S
 from cache_store.object_space import ObjectGone
 from cache_store.peers import Lent
 from cache_store.wire import ABSENT, DISK, DRAM, PEER, Source
@@ -162,12 +163,47 @@ async def test_chunks_that_are_half_there_are_not_lent() -> None:
         assert r.store.lend([key(1)], 10) == {}
 
 
-async def test_a_prefetch_brings_the_run_and_keeps_it_for_a_while() -> None:
+async def test_a_prefetch_brings_the_run_and_keeps_it_until_an_engine_asks_for_it() -> None:
     others = OtherNodes()
-    async with rigged(node="there") as there, rigged(others=others, chunks=4) as here:
+    async with rigged(node="there") as there, rigged(others=others, chunks=8) as here:
         await pair(others, there, 1, 2)
         assert here.store.prefetch([key(1), key(2)], 1, THERE[:1]) == 2
         await here.store.settle()
         assert here.published("dram") == {1, 2}
         assert here.store.stats().dram_in_use == 2 * NBYTES
         assert here.store.stats().leased == 2
+        lease = here.lookup(1, 2, 3).lease
+        assert (here.store.stats().leases, here.store.stats().leased) == (1, 2)
+        here.store.release(lease)
+        assert here.store.stats().leases == 0
+
+
+async def test_a_prefetch_for_which_no_engine_asks_ends_soon_after_its_chunks_can_have_come() -> None:
+    async with rigged(dram={"pull_timeout_s": 2.0}) as r:
+        await r.save(1)
+        assert r.store.prefetch([key(1)], 1) == 1
+        r.clock.now += 2.0
+        r.store.expire()
+        assert r.store.stats().leased == 1
+        r.clock.now += QUEUEING_S
+        r.store.expire()
+        assert r.store.stats().leases == 0
+
+
+async def test_prefetches_leave_room_for_saves() -> None:
+    """Three prompts are on their way here, more than memory has room for; what the engines compute is kept."""
+    others, plan = OtherNodes(), (Source("there", 0, 4),)
+    async with rigged(node="there", chunks=12) as there, rigged(others=others, chunks=8) as here:
+        await pair(others, there, *range(12))
+        for first in (0, 4, 8):
+            here.store.prefetch([key(number) for number in range(first, first + 4)], 1, plan)
+        await here.store.settle()
+        assert here.published("dram") == {0, 1}
+        for number in range(20, 26):
+            assert await here.save(number) == "stored"
+        assert here.published("dram") == {0, 1, *range(20, 26)}
+        assert here.store.counters.saves["dropped"] == 0
+        assert (here.store.counters.prefetched, here.store.counters.prefetches_refused) == (12, 10)
+        # Of these it is known at once how large they are.
+        assert here.store.prefetch([key(number) for number in (20, 21, 22)], 1) == 0
+        assert (here.store.counters.prefetched, here.store.counters.prefetches_refused) == (12, 13)

@@ -39,7 +39,7 @@ class Client:
 
     async def run(self) -> None:
         steps = [self._save, self._save, self._look_up, self._load, self._load, self._release, self._abort]
-        steps += [self._pin, self._evict, self._corrupt, self._lend, self._wait]
+        steps += [self._pin, self._evict, self._corrupt, self._lend, self._prefetch, self._wait]
         for _ in range(STEPS):
             await self._random.choice(steps)()
         for lease in self._leases:
@@ -112,6 +112,12 @@ class Client:
 
     async def _lend(self) -> None:
         self._store.lend([key(self._one())], self._random.choice([0.0, 5.0]))
+
+    async def _prefetch(self) -> None:
+        first = self._one()
+        keys = [key(number) for number in range(first, min(first + 6, CHUNKS)) if number % 2 == first % 2]
+        sources = (Source("there", 0, len(keys)),) if self._random.random() < 0.5 else ()
+        self._store.prefetch(keys, world_size(first), sources)
 
     async def _wait(self) -> None:
         self._rig.clock.now += self._random.choice([0.0, 1.0, 20.0])

@@ -237,7 +237,7 @@ async def test_a_chunk_evicted_while_it_is_read_is_given_out_and_does_not_come_b
         assert r.store.stats().dram_in_use == 0
 
 
-async def test_a_chunk_is_not_written_while_its_old_files_are_deleted() -> None:
+async def test_a_chunk_that_is_saved_while_its_old_files_are_deleted_is_written_after_that() -> None:
     files = MemoryFiles()
     async with rigged(disk=files) as r:
         await r.save(1)
@@ -246,12 +246,42 @@ async def test_a_chunk_is_not_written_while_its_old_files_are_deleted() -> None:
         r.store.evict([key(1)])
         await until(lambda: files.deleting.waiting == 1)
         assert await r.save(1) == "stored"
+        assert r.published("disk") == set()
         files.deleting.open()
         await r.store.settle()
-        assert (r.published("dram"), r.published("disk"), set(files.parts)) == ({1}, set(), set())
-        assert await r.save(1) == "present"
+        assert (r.published("disk"), set(files.parts)) == ({1}, {(key(1), 0)})
+
+
+async def test_a_chunk_that_is_saved_while_a_write_that_nobody_wants_ends_is_written_after_that() -> None:
+    """Of two ranks: the file of the first is there, and that of the second is being written."""
+    files = MemoryFiles()
+    async with rigged(disk=files) as r:
+        await r.save(1, 0, 2)
+        files.writing.close()
+        await r.save(1, 1, 2)
+        await until(lambda: files.writing.waiting == 1)
+        r.store.evict([key(1)])
+        for rank in range(2):
+            assert await r.save(1, rank, 2) == "stored"
+        files.writing.open()
         await r.store.settle()
         assert r.published("disk") == {1}
+        assert set(files.parts) == {(key(1), 0), (key(1), 1)}
+
+
+async def test_a_chunk_that_is_gone_again_when_its_old_files_are_is_not_written() -> None:
+    files = MemoryFiles()
+    async with rigged(disk=files) as r:
+        await r.save(1)
+        await r.store.settle()
+        files.deleting.close()
+        r.store.evict([key(1)])
+        await until(lambda: files.deleting.waiting == 1)
+        await r.save(1)
+        r.store.evict([key(1)])
+        files.deleting.open()
+        await r.store.settle()
+        assert (r.published("disk"), files.parts) == (set(), {})
 
 
 async def test_bytes_that_are_still_read_count_against_the_budget() -> None:

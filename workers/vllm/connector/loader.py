@@ -152,7 +152,6 @@ class Loader:
             return "layout"
         blocks.scatter(payload, piece.first, piece.blocks, load.fence)
         load.tiers[index] = answer.tier
-        self._progress.loaded_bytes(answer.tier, header.nbytes)
         return ""
 
     def _end_if_done(self, load: Load) -> None:
@@ -160,4 +159,4 @@ class Loader:
         tiers = tuple(tier for tier in load.tiers[: load.wanted] if tier is not None)
         if len(tiers) == load.wanted:
             del self._loads[load.work.request]
-            self._progress.load_ended(load.work, tiers, load.failure)
+            self._progress.load_ended(load.work, tiers, load.failure, self._blocks.chunk_bytes)

@@ -34,15 +34,16 @@ class Progress:
             ended, self._ended = self._ended, _nothing()
         return ended
 
-    def loaded_bytes(self, tier: int, nbytes: int) -> None:
-        with self._lock:
-            loaded = self._ended.report.loaded_bytes
-            loaded[tier] = loaded.get(tier, 0) + nbytes
+    def load_ended(self, work: LoadWork, tiers: tuple[int, ...], failure: str, piece_bytes: int) -> None:
+        """`tiers` of the leading pieces that were written, of `piece_bytes` each; `failure` of the one behind them.
 
-    def load_ended(self, work: LoadWork, tiers: tuple[int, ...], failure: str) -> None:
-        """`tiers` of the leading pieces that were written; `failure` of the one behind them."""
+        A piece behind one that failed is computed, and counts for nothing even where it was written.
+        """
         with self._lock:
             self._ended.received.add(work.request)
+            loaded = self._ended.report.loaded_bytes
+            for tier in tiers:
+                loaded[tier] = loaded.get(tier, 0) + piece_bytes
             for piece in work.pieces[len(tiers) :]:
                 self._ended.invalid.update(piece.blocks)
             self._ended.report.loads.append(LoadResult(work.request, tiers, failure))

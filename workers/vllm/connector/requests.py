@@ -262,9 +262,11 @@ class RequestTable:
             if loading.invalid.intersection(piece.blocks):
                 # The engine asks again at once. The same answer would make it load the same again, for ever.
                 state.may_load = False
-                # Once it is computed it is saved in the place of what could not be loaded.
+                # Once it is computed it is saved in the place of what could not be loaded, whatever the plan says.
                 for lost in loading.pieces[index:]:
                     self.known.discard(lost.key)
+                first_lost = state.keys.index(piece.key)
+                state.facts = state.facts._replace(skip_save=min(state.facts.skip_save, first_lost))
                 break
             tokens[tier or DRAM] = (
                 tokens.get(tier or DRAM, 0) + len(piece.blocks) * self._geometry.block_tokens
