@@ -11,6 +11,9 @@ import typer
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.export import ExportError, serve_text
+from cluster.k8s.export import Naming
+from cluster.k8s.folders import export_folder
+from cluster.k8s.kustomize import KustomizeError
 from cluster.ray_up import Host, OnPremises, Provider, RayUp, Shipping, ray_up_text
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
@@ -76,6 +79,30 @@ def ray_up_command(
         _write(ray_up_text(plan, provider), output)
     except (ConfigError, ExportError) as error:
         _fail(error)
+
+
+@app.command("k8s")
+def k8s_command(
+    file: ConfigFile,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the overlay goes.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="The overlay to build on; the nearest of k8s/overlays where not given."
+        ),
+    ] = None,
+    image: Annotated[
+        str, typer.Option(help="Name of your image, without a tag; the base's where not given.")
+    ] = "",
+    namespace: Annotated[str, typer.Option(help="Instead of the base's.")] = "",
+) -> None:
+    """A kustomize overlay for KubeRay, over the manifests in k8s/."""
+    try:
+        config = ClusterConfig.load(file)
+        written = export_folder(config, output, base, Naming(image, namespace))
+    except (ConfigError, ExportError, KustomizeError) as error:
+        _fail(error)
+    typer.echo(f"{output}: {', '.join(written)}")
 
 
 def _host(given: str) -> Host:
