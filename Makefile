@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	"$$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python bench-index bench-router bench-agreement bench-store bench-peers lab
+.PHONY: help setup demo test test-fast test-full test-gpu lint lock clean need-python bench-index bench-router bench-agreement bench-store bench-policy bench-peers checkov lab
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,10 +53,17 @@ bench-agreement: setup ## our serving benchmark beside vLLM's own, on the same e
 bench-store: setup ## what the stores of KV do, beside other stores and beside no store; twenty minutes
 	@$(RUN) benchmarks.bench_store
 
+bench-policy: setup ## simulate policies and other routers' rules on the same workloads; an hour on two cores (STRICT=1 fails on a miss)
+	@$(RUN) benchmarks.bench_policy
+
 bench-peers: need-python ## install the peers that benchmarks measure beside, in .venv-bench
 	@$(PYTHON) -m venv .venv-bench
 	@.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/bench.lock
 	@.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target .venv-bench/lmcache -r requirements/bench-lmcache.lock
+
+checkov: need-python ## install checkov, by which tests/k8s judges the manifests, in .venv-k8s
+	@$(PYTHON) -m venv .venv-k8s
+	@.venv-k8s/bin/python -m pip --disable-pip-version-check install --quiet checkov==3.3.30
 
 lock: need-python ## resolve requirements/*.lock anew
 	@$(PYTHON) requirements/refresh.py

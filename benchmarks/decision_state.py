@@ -6,17 +6,21 @@ import random
 from array import array
 from collections.abc import Iterator
 
-from cache_store.events import PROTOCOL_VERSION, Hello, Load
+from cache_store.events import PROTOCOL_VERSION, Hello, Load, Share
 from cache_store.keys import chunk_keys, namespace
 from router.config import RouterConfig
 from router.core import Query, RouterCore
+from router.directory import OthersLoad
 from router.render import Rendered
 from workers.messages import ReplicaInfo
 
 MODEL = "sim"
 SALT = "the-tenant"
 IDENTITY = bytes(range(32))
-_BUSY = Load(waiting=1, running=12, prefill_tokens=3000, kv_used=0.6, prefill_rate=20e3, decode_rate=50.0)
+_BUSY = Load(
+    waiting=1, running=12, prefill_tokens=3000, kv_used=0.6, prefill_rate=20e3, decode_rate=50.0,
+    http_requests=13, prefilling=1,
+)  # fmt: skip
 
 
 def core_with(replicas: int, chunk_tokens: int) -> RouterCore:
@@ -27,8 +31,10 @@ def core_with(replicas: int, chunk_tokens: int) -> RouterCore:
         hello = Hello(PROTOCOL_VERSION, info.id, number, IDENTITY, chunk_tokens)
         entry = core.directory._entries[info.id] = core.directory._entry(info)
         entry.load, entry.stream.hello, entry.stream.connected = _BUSY, hello, True
+        entry.others = OthersLoad.of(_BUSY, Share(core.ledger.router))
         for request in range(number % 8):
             core.ledger.reserve(info.id, f"open-{number}-{request}", 500)
+    core.directory.settled.set()
     assert len(core.directory.ready()) == replicas
     return core
 

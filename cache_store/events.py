@@ -12,13 +12,15 @@ not decode raises `ProtocolError` and the connection is closed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, NewType
+from typing import Annotated, Literal, NewType
 
 import msgspec
 
 PROTOCOL_VERSION = 1
 KEY_BYTES = 32
 MAX_FRAME_BYTES = 256 * 1024 * 1024
+MAX_SHARES = 64
+"""Routers that a load report tells apart."""
 
 Tier = Literal["hbm", "dram", "disk", "remote"]
 ChunkKey = NewType("ChunkKey", bytes)
@@ -62,15 +64,33 @@ class Delta(msgspec.Struct, frozen=True, tag="delta"):
     cleared: bool = False
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """What of a replica's open requests came through one router. It is gone with the last of them."""
+
+    router: Annotated[str, msgspec.Meta(max_length=64)]
+    """The router's id, another one in each of its lives."""
+    seen: Count = 0
+    """The highest number of its reservations that has reached the replica."""
+    requests: Count = 0
+    prefilling: Count = 0
+    """Of `requests`, those without a first token."""
+    prefill_tokens: Count = 0
+    """Prompt tokens that those have still to compute."""
+
+
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """What a replica is doing now. Sent several times a second while it changes, once a second otherwise."""
+    """What a replica is doing now. Sent at once when a request comes, gets its first token or ends, though at most
+    every 50 ms; a few times a second while it is busy, once a second otherwise."""
 
     waiting: int
     """Requests in the engine that have not started."""
     running: int
     """Requests in the engine that are being processed."""
     prefill_tokens: int
-    """Prompt tokens still to be computed, over all requests in the replica."""
+    """Prompt tokens still to be computed for the requests that are open at the replica's own HTTP server."""
     kv_used: float
     """Part of the KV blocks in use, 0 to 1."""
     prefill_rate: float
@@ -83,11 +103,15 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     """Number of the holder's last delta before this report."""
     draining: bool = False
     """True when the replica finishes what it has and must get nothing new."""
+    prefilling: Count = 0
+    """Of `http_requests`, those without a first token."""
+    shares: Annotated[tuple[Share, ...], msgspec.Meta(max_length=MAX_SHARES)] = ()
+    """The parts of `http_requests`, `prefilling` and `prefill_tokens` that came through routers. What is left over
+    came past them, or through routers that found no place here."""
 
-    @property
-    def requests(self) -> int:
-        """Open at the replica, as far as either its engine or its server knows."""
-        return max(self.waiting + self.running, self.http_requests)
+    def share(self, router: str) -> Share:
+        """All zero for a router that has nothing open here."""
+        return next((share for share in self.shares if share.router == router), Share(router))
 
 
 Message = Hello | Snapshot | Delta | Load

@@ -124,12 +124,18 @@ def resolved(config: ClusterConfig) -> ClusterConfig:
 
 
 def _pool(config: ClusterConfig, pool: PoolConfig, secret: str) -> Application:
-    placement = place(config.engine, pool, _device(config))
+    engine = config.engine_of(pool)
+    placement = place(engine, pool, _device(config))
     if config.placement.use_roles:
         placement = on_role_nodes(placement, pool.role)
-    engine = config.engine.model_copy(update={"args": {**config.engine.args, **placement.engine_args}})
+    engine = engine.model_copy(update={"args": {**engine.args, **placement.engine_args}})
     spec = ReplicaSpec(
-        model=config.model, engine=engine, pool=_of_any_size(pool), cache=config.cache, secret=secret
+        model=config.model,
+        engine=engine,
+        pool=_of_any_size(pool),
+        cache=config.cache,
+        secret=secret,
+        transfer=config.transfers,
     )
     options: dict[str, Any] = {
         "name": pool.role,

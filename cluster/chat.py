@@ -54,7 +54,7 @@ def ask(
             first = first or time.perf_counter()
             pieces.append(piece)
     except (OSError, http.client.HTTPException) as error:
-        raise ChatError(f"{endpoint} gave no whole answer: {error or type(error).__name__}") from error
+        raise ChatError(f"{endpoint} gave no whole answer: {str(error) or type(error).__name__}") from error
     finally:
         connection.close()
     if not pieces:

@@ -212,7 +212,7 @@ def _gpus_wanted(config: ClusterConfig, machine: Machine) -> int | str:
     total = 0
     try:
         for pool in config.pools:
-            placement = place(config.engine, pool, "cpu" if _on_cpu(config, machine) else "cuda")
+            placement = place(config.engine_of(pool), pool, "cpu" if _on_cpu(config, machine) else "cuda")
             bundles = placement.placement_group_bundles or []
             each = placement.ray_actor_options.get("num_gpus", 0) + sum(
                 bundle.get("GPU", 0) for bundle in bundles

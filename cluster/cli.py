@@ -24,6 +24,7 @@ from cluster.machine import probe
 from cluster.models import PACKAGED, ModelError, fetch_model, progress_bar
 from cluster.ray_cluster import RayStartError
 from cluster.report import print_findings, print_replicas
+from cluster.simulate_cli import simulate_command
 from cluster.state import ClusterState, StateError
 from cluster.up import Launcher, UpError
 
@@ -35,6 +36,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 app.add_typer(export_app, name="export")
+app.command("simulate")(simulate_command)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A Manta configuration, YAML.")]
 Name = Annotated[str | None, typer.Option(help="Which cluster, where several run on this machine.")]

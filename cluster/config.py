@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cache_store.config import CacheConfig
 from router.config import RouterConfig
 from workers.config import EngineConfig, ModelConfig, PoolConfig
+from workers.transfer import TransferConfig
 
 
 class ConfigError(ValueError):
@@ -88,6 +89,7 @@ class ClusterConfig(BaseModel):
     pools: tuple[PoolConfig, ...] = (PoolConfig(),)
     router: RouterConfig = RouterConfig()
     cache: CacheConfig = CacheConfig()
+    transfer: TransferConfig = TransferConfig()
     http: HttpConfig = HttpConfig()
     placement: PlacementConfig = PlacementConfig()
     ray: RayConfig = RayConfig()
@@ -110,6 +112,16 @@ class ClusterConfig(BaseModel):
                 f"of {block} tokens"
             )
         return self
+
+    @property
+    def transfers(self) -> TransferConfig | None:
+        """For replicas that compute prompts for each other; None where none does."""
+        wanted = any(pool.role == "prefill" for pool in self.pools) or self.transfer.kind == "nixl"
+        return self.transfer if wanted and self.transfer.kind != "off" else None
+
+    def engine_of(self, pool: PoolConfig) -> EngineConfig:
+        """The engine of that pool's replicas, with its own arguments."""
+        return self.engine.model_copy(update={"args": {**self.engine.args, **pool.args}})
 
     @property
     def served_name(self) -> str:

@@ -48,6 +48,7 @@ RULES: dict[str, Effect] = {
     "router.replicas": "scales",
     "router.num_cpus": "routers",
     "cache": "both",
+    "transfer": "replicas",
     "http": "start",
     "http.route_prefix": "routers",
     "placement.use_roles": "both",
@@ -102,9 +103,13 @@ class Table(NamedTuple):
 
 
 def effect_of(path: str) -> Effect:
-    while path not in RULES:
-        path = path.rpartition(".")[0]
-    return RULES[path]
+    """Raises LookupError for a field that no rule is about."""
+    rule = path
+    while rule not in RULES:
+        if not rule:
+            raise LookupError(f"no rule of cluster.config_docs says what a change of {path} costs")
+        rule = rule.rpartition(".")[0]
+    return RULES[rule]
 
 
 def tables(model: type[BaseModel] = ClusterConfig, path: str = "") -> Iterator[Table]:

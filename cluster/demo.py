@@ -84,7 +84,9 @@ class Demo:
         for name in self._names:
             ask(self._endpoint, self._config.served_name, [_user(f"Hello, {name}!")], 4)
         with Live(console=self._output, refresh_per_second=8, transient=True) as live:
-            for run, chats, kind in zip(self._runs, self._chats, ("affinity", "round_robin"), strict=True):
+            for run, chats, kind in zip(
+                self._runs, self._chats, ("prefix_affinity", "round_robin"), strict=True
+            ):
                 self._show(live, f"{run.policy}: telling the router")
                 self._launcher.change(with_policy(self._config, kind))
                 self._measure(live, run, chats)

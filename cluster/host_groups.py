@@ -51,7 +51,7 @@ def groups(config: ClusterConfig, machine_for: Callable[[int], Machine]) -> list
 
 def gpus_of(config: ClusterConfig, pool: PoolConfig) -> int:
     """GPUs of one replica, over all of the hosts that it spans."""
-    placement = place(config.engine, pool, "cuda" if config.engine.device == "cuda" else "cpu")
+    placement = place(config.engine_of(pool), pool, "cuda" if config.engine.device == "cuda" else "cpu")
     bundles = placement.placement_group_bundles or []
     return int(
         placement.ray_actor_options.get("num_gpus", 0) + sum(bundle.get("GPU", 0) for bundle in bundles)

@@ -118,7 +118,7 @@ class CacheDirectory:
                 return await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise CacheUnavailable(
-                f"{entry.info.id} did not answer: {error or type(error).__name__}"
+                f"{entry.info.id} did not answer: {str(error) or type(error).__name__}"
             ) from error
 
     async def close(self) -> None:

@@ -43,7 +43,7 @@ class CacheDiscovery:
                 async with asyncio.timeout(_RAY_TIMEOUT_S):
                     await self._look()
             except (ray.exceptions.RayError, RuntimeError, TimeoutError, ValueError) as error:
-                logger.info("looking for cache actors: %s", error or type(error).__name__)
+                logger.info("looking for cache actors: %s", str(error) or type(error).__name__)
             await asyncio.sleep(PERIOD_S)
 
     async def _look(self) -> None:

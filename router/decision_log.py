@@ -1,22 +1,25 @@
 """The last decisions of a router: what was known, what was chosen, what came of it.
 
-An entry holds the views that the policy saw, so decisions can be taken again from a log, by another policy or
+An entry holds the candidates that the policy saw, so decisions can be taken again from a log, by another policy or
 through another adapter, without a cluster. A dump is JSON lines: a header, then one decision a line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 from blake3 import blake3
 
 from cache_store.events import ChunkKey
-from router.policy import Choice, Policy, ReplicaView, RouteRequest
+from router.candidates import Candidate, Candidates
+from router.choice import Choice, Policy, RouteRequest
 
 FORMAT = "manta-decisions"
-VERSION = 1
+VERSION = 2
+MAX_ROWS = 50_000
+"""Candidates over all decisions that a log keeps: some 300 bytes each."""
 
 
 class DecisionLogError(ValueError):
@@ -33,10 +36,12 @@ class Measured(msgspec.Struct, frozen=True):
     ttft_s: float | None
     """None when there was no token."""
     total_s: float
+    served_s: float | None = None
+    """From the decision to the first token, without the wait for a place: what was predicted. None as for `ttft_s`."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One choice of a replica. A request that was retried has one per attempt."""
+    """One choice of a replica, as it is written. A request that was retried has one per attempt."""
 
     number: int
     """Counted from 1 in the router's life."""
@@ -47,8 +52,9 @@ class Decision(msgspec.Struct, frozen=True):
     """Full chunks of the shareable prefix."""
     digest: str
     """Names the chunk keys: equal for equal prefixes of the same tenant. See `keys_digest`."""
-    views: tuple[ReplicaView, ...]
+    candidates: tuple[Candidate, ...]
     choice: Choice | None
+    """With the predicted seconds."""
     measured: Measured | None = None
 
 
@@ -62,55 +68,77 @@ def keys_digest(keys: Sequence[ChunkKey]) -> str:
     return blake3(keys[-1]).hexdigest(length=8) if keys else ""
 
 
-class DecisionLog:
-    """A ring: the oldest decision makes room for the newest. Not thread-safe."""
+class _Entry(NamedTuple):
+    """A decision with the candidates as they were compared: hundreds of rows are written out only for who asks."""
 
-    def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
-        """`clock`: seconds since the epoch. Raises ValueError for a capacity below 1."""
+    number: int
+    time: float
+    request: RouteRequest
+    chunks: int
+    digest: str
+    candidates: Candidates
+    choice: Choice | None
+    measured: Measured | None = None
+
+    def written(self) -> Decision:
+        return Decision(
+            self.number, self.time, self.request, self.chunks, self.digest, tuple(self.candidates.rows()),
+            self.choice, self.measured,
+        )  # fmt: skip
+
+
+class DecisionLog:
+    """The last decisions: as many as there is room for, and of as many candidates. Not thread-safe."""
+
+    def __init__(self, capacity: int, clock: Callable[[], float], max_rows: int = MAX_ROWS) -> None:
+        """`clock`: seconds since the epoch. `max_rows`: candidates over all decisions that are kept; the last decision
+        is kept anyway. Raises ValueError for a capacity below 1."""
         if capacity < 1:
             raise ValueError(f"capacity of the decision log is {capacity}; needed: 1 or more")
-        self._ring: list[Decision | None] = [None] * capacity
+        self._capacity = capacity
+        self._max_rows = max_rows
         self._clock = clock
         self._count = 0
+        self._rows = 0
+        self._kept: dict[int, _Entry] = {}
+        """By number, oldest first."""
 
     def __len__(self) -> int:
-        return min(self._count, len(self._ring))
+        return len(self._kept)
 
     def __iter__(self) -> Iterator[Decision]:
         """Oldest first."""
-        for number in range(self._count - len(self) + 1, self._count + 1):
-            decision = self._ring[number % len(self._ring)]
-            assert decision is not None
-            yield decision
+        return (entry.written() for entry in self._kept.values())
 
     def record(
-        self,
-        request: RouteRequest,
-        keys: Sequence[ChunkKey],
-        views: Sequence[ReplicaView],
-        choice: Choice | None,
+        self, request: RouteRequest, keys: Sequence[ChunkKey], candidates: Candidates, choice: Choice | None
     ) -> int:
-        """Returns the decision's number, for `measure`."""
+        """Returns the decision's number, for `measure`. The candidates' arrays must not change any more."""
         self._count += 1
-        self._ring[self._count % len(self._ring)] = Decision(
-            self._count, self._clock(), request, len(keys), keys_digest(keys), tuple(views), choice
+        self._kept[self._count] = _Entry(
+            self._count, self._clock(), request, len(keys), keys_digest(keys), candidates, choice
         )
+        self._rows += len(candidates)
+        while len(self._kept) > self._capacity or (self._rows > self._max_rows and len(self._kept) > 1):
+            oldest = self._kept.pop(next(iter(self._kept)))
+            self._rows -= len(oldest.candidates)
         return self._count
 
     def measure(self, number: int, measured: Measured) -> bool:
-        """Add what came of a decision. False when it has left the ring already."""
-        slot = number % len(self._ring)
-        decision = self._ring[slot]
-        if decision is None or decision.number != number:
+        """Add what came of a decision. False when it has left the log already."""
+        entry = self._kept.get(number)
+        if entry is None:
             return False
-        self._ring[slot] = msgspec.structs.replace(decision, measured=measured)
+        self._kept[number] = entry._replace(measured=measured)
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the ring is not the last decisions in their order."""
-        numbers = [decision.number for decision in self]
-        assert numbers == list(range(self._count - len(self) + 1, self._count + 1))
-        assert sum(decision is not None for decision in self._ring) == len(self)
+        """Raises AssertionError when what is kept is not the last decisions in their order."""
+        assert list(self._kept) == list(range(self._count - len(self) + 1, self._count + 1))
+        assert [entry.number for entry in self._kept.values()] == list(self._kept)
+        assert self._rows == sum(len(entry.candidates) for entry in self._kept.values())
+        assert len(self._kept) <= self._capacity
+        assert self._rows <= self._max_rows or len(self._kept) == 1
 
 
 def dump(decisions: Iterable[Decision], stream: BinaryIO) -> None:
@@ -140,4 +168,4 @@ def load(stream: BinaryIO) -> list[Decision]:
 
 def replay(decisions: Iterable[Decision], policy: Policy) -> list[Choice | None]:
     """What `policy` chooses where these decisions were taken."""
-    return [policy.choose(decision.request, decision.views) for decision in decisions]
+    return [policy.choose(decision.request, Candidates.of(decision.candidates)) for decision in decisions]

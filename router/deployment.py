@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
@@ -24,6 +25,10 @@ from router.routes import ROUTES
 from router.shared_core import DEPLOYMENT, share
 
 logger = logging.getLogger(__name__)
+
+_FIRST_NEWS_S = 3.0
+"""Longest wait for Serve to name the replicas and for these to tell; where none runs yet, it is in vain."""
+
 keep_serve_on_node()
 
 
@@ -75,8 +80,12 @@ class Router:
 
             discovery = CacheDiscovery(self._core.caches, self._spec.app, self._spec.secret, self._spec.cache)
             self._discovery = asyncio.create_task(discovery.run())
+        self._core.expect_pools(pool.deployment_name for pool in pools)
         # The first handle call makes Serve tell this process which replicas there are, and keep telling.
         await self._wake()
+        # Until this returns, Serve sends nobody here; a router that decides knows what the replicas hold.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._core.directory.settled.wait(), _FIRST_NEWS_S)
 
     def __serve_build_asgi_app__(self) -> RouterApp:
         return self._app
@@ -97,7 +106,7 @@ class Router:
                 await asyncio.wait_for(pool.describe.remote(), self._core.config.limits.queue_timeout_s)
             except Exception as error:
                 logger.info(
-                    "no replica of %s answered: %s", pool.deployment_name, error or type(error).__name__
+                    "no replica of %s answered: %s", pool.deployment_name, str(error) or type(error).__name__
                 )
 
         await asyncio.gather(*(call(pool) for pool in self._pools))

@@ -8,17 +8,45 @@ and the directory tries to connect again for as long as Serve names the replica.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import aiohttp
 
-from cache_store.events import Hello, Load
+from cache_store.events import Hello, Load, Share
 from router.event_stream import RECONNECT_FIRST_S, EventStream, Session
 from router.index import PrefixIndex
-from router.ledger import Ledger, OwnLoad
+from router.ledger import Ledger
 from workers.messages import ReplicaInfo
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 1.0
+"""A router that starts waits no longer for what the replicas hold."""
+
+
+class OthersLoad(NamedTuple):
+    """What is open at a replica that did not come through this router, as of its last report."""
+
+    prefill_tokens: int = 0
+    """Prompt tokens still to be computed."""
+    prefilling: int = 0
+    """Requests without a first token."""
+    running: int = 0
+    """Requests with one."""
+
+    @classmethod
+    def of(cls, load: Load, own: Share) -> Self:
+        """Exact, whatever is on its way between router and replica: both figures are of the same moment there."""
+        prefilling = load.prefilling - own.prefilling
+        requests = load.http_requests - own.requests
+        return cls(load.prefill_tokens - own.prefill_tokens, prefilling, requests - prefilling)
+
+
+NO_OTHERS = OthersLoad()
 
 
 @dataclass
@@ -28,8 +56,8 @@ class ReplicaEntry:
     info: ReplicaInfo
     stream: EventStream
     load: Load | None = None
-    own_at_load: OwnLoad = field(default_factory=OwnLoad)
-    """What this router had open there when `load` came."""
+    others: OthersLoad = NO_OTHERS
+    """The part of `load` that is not this router's; that part stands in its ledger."""
     heard_at: float = 0.0
 
     @property
@@ -68,6 +96,15 @@ class Directory:
         self._clock = clock
         self._entries: dict[str, ReplicaEntry] = {}
         self._session = Session(secret)
+        self.settled = asyncio.Event()
+        """Set once what the replicas hold that Serve named first is known, or was waited for long enough. A router
+        that decided before would compute what is there."""
+        self.unheard = 0
+        """Replicas for which it was not waited longer."""
+        self.version = 0
+        """Counts what makes other replicas ready: those that come, go, drain, or are heard again. Silence does not."""
+        self._complete = False
+        self._settling: asyncio.TimerHandle | None = None
 
     def __iter__(self) -> Iterator[ReplicaEntry]:
         return iter(self._entries.values())
@@ -82,7 +119,9 @@ class Directory:
         return entry.state(self._clock(), self._heartbeat_timeout_s)
 
     def ready(self) -> list[ReplicaEntry]:
-        """Replicas that may get new requests."""
+        """Replicas that may get new requests; none before the directory has settled."""
+        if not self.settled.is_set():
+            return []
         now = self._clock()
         return [e for e in self._entries.values() if e.state(now, self._heartbeat_timeout_s) == "ready"]
 
@@ -90,8 +129,8 @@ class Directory:
         """Replicas that are ready, or drain and can still be asked for what they hold."""
         return [e for e in self._entries.values() if self.state(e) in ("ready", "draining") and e.connected]
 
-    def update(self, infos: Sequence[ReplicaInfo]) -> None:
-        """Take over the set of replicas that exist, from Serve."""
+    def update(self, infos: Sequence[ReplicaInfo], complete: bool = True) -> None:
+        """Take over the set of replicas that exist, from Serve. Not `complete`: more will be named at once."""
         named = {info.id: info for info in infos}
         for replica in [r for r, e in self._entries.items() if named.get(r) != e.info]:
             self._remove(replica)
@@ -99,6 +138,28 @@ class Directory:
             if replica not in self._entries:
                 self._entries[replica] = self._entry(info)
                 self._entries[replica].stream.open()
+        self._complete = complete
+        self._settle_when_known()
+        self._changed()
+
+    def _settle_when_known(self) -> None:
+        if self.settled.is_set() or not self._entries:
+            return
+        if self._complete and all(entry.connected for entry in self._entries.values()):
+            self._settle()
+        elif self._settling is None:
+            self._settling = asyncio.get_running_loop().call_later(SETTLE_S, self._settle)
+
+    def _settle(self) -> None:
+        missing = [replica for replica, entry in self._entries.items() if not entry.connected]
+        self.unheard = len(missing)
+        if missing:
+            logger.warning("deciding without knowing what %s hold: not heard within %g s", missing, SETTLE_S)
+        self.settled.set()
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
         self._on_change()
 
     def _entry(self, info: ReplicaInfo) -> ReplicaEntry:
@@ -108,21 +169,23 @@ class Directory:
 
         stream = EventStream(
             info.id, info.address, self._index, self._session, lambda: 2 * self._heartbeat_timeout_s,
-            on_heard=heard, on_load=lambda load, first: self._take_load(entry, load, first), on_lost=self._on_change,
+            on_heard=heard, on_load=lambda load, first: self._take_load(entry, load, first), on_lost=self._changed,
         )  # fmt: skip
         entry = ReplicaEntry(info, stream)
         return entry
 
     def _take_load(self, entry: ReplicaEntry, load: Load, first: bool) -> None:
-        replica = entry.info.id
         before = entry.load if not first and self.state(entry) == "ready" else None
-        if not load.waiting and not load.prefill_tokens:
-            # What was decided before the report before this one has reached the replica.
-            self._ledger.prefilled(replica, entry.own_at_load.last_chosen)
-        entry.load, entry.own_at_load = load, self._ledger.load(replica)
+        own = load.share(self._ledger.router)
+        self._ledger.reported(entry.info.id, own)
+        entry.load, entry.others = load, OthersLoad.of(load, own)
         entry.heard_at = self._clock()
+        if first:
+            self._settle_when_known()
         # Requests wait for a replica to come, or for one to have fewer of them, be they of other routers.
-        if before is None or load.draining or load.requests < before.requests:
+        if before is None or load.draining:
+            self._changed()
+        elif load.http_requests < before.http_requests:
             self._on_change()
 
     def suspect(self, replica: str) -> None:
@@ -133,6 +196,8 @@ class Directory:
             entry.stream.reopen(RECONNECT_FIRST_S)
 
     async def close(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
         tasks = [self._remove(replica) for replica in list(self._entries)]
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
         await self._session.close()

@@ -111,7 +111,7 @@ class EventStream:
                 odd = False
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 odd = False
-                logger.info("event stream of %s: %s", self.holder, error or type(error).__name__)
+                logger.info("event stream of %s: %s", self.holder, str(error) or type(error).__name__)
             except ProtocolError as error:
                 logger.warning("event stream of %s is not understood: %s", self.holder, error)
             except Exception:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from router.upstream import Address, RawHeaders
-from workers.messages import CACHED_HEADER
+from workers.messages import CACHED_HEADER, HANDOVER_HEADER
 
 INTERNAL = b"x-manta-"
 """Headers of the hop between router and replica. A client's are dropped: they would speak for the router."""
@@ -44,6 +44,8 @@ class ResponseHead(NamedTuple):
     content_length: int | None
     cached: str | None
     """Value of the replica's `x-manta-cached`."""
+    handover: str | None = None
+    """Value of its `x-manta-handover`."""
 
     @classmethod
     def of(cls, status: int, raw: RawHeaders) -> ResponseHead:
@@ -51,13 +53,14 @@ class ResponseHead(NamedTuple):
         headers = [item for item in raw if item[0] not in dropped and not item[0].startswith(INTERNAL)]
         last = dict(raw)
         length = last.get(b"content-length", b"")
-        cached = last.get(CACHED_HEADER.encode())
+        cached, handover = last.get(CACHED_HEADER.encode()), last.get(HANDOVER_HEADER.encode())
         return cls(
             status,
             headers,
             last.get(b"content-type", b"").lower().startswith(b"text/event-stream"),
             int(length) if length.isdigit() else None,
             cached.decode("latin-1") if cached is not None else None,
+            handover.decode("latin-1") if handover is not None else None,
         )
 
 

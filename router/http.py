@@ -21,10 +21,14 @@ from router.core import Placed, Query, RouterCore
 from router.decision_log import Measured
 from router.errors import ApiError
 from router.exchange import Exchange
+from router.first_half import Ends
+from router.halves import Half
 from router.headers import ResponseHead, parse_cached
+from router.ledger import Reservation
 from router.pages import RETRY_AFTER_S, Pages
 from router.relay import Relay
 from router.render import Renderer
+from router.session import session_of
 from router.stored_responses import find_holder
 from router.tenants import Tenants, resolve_key, salt
 from router.upstream import Address, ConnectFailed, UpstreamError, UpstreamTimeout
@@ -32,12 +36,17 @@ from workers.messages import (
     CACHED_HEADER,
     LENGTHS_HEADER,
     PLAN_HEADER,
+    PREFILL_HEADER,
     REPLICA_HEADER,
     REQUEST_ID_HEADER,
+    RESERVATION_HEADER,
     SALT_HEADER,
     SECRET_HEADER,
+    Plan,
+    ReplicaInfo,
     pack_plan,
     pack_prompts,
+    pack_reservation,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,7 +68,11 @@ class _Answer:
     begun: bool = False
     """The client may have seen some of it."""
     first_token_at: float | None = None
+    served_s: float | None = None
+    """From the last decision to the first token."""
     cached_tokens: int = 0
+    prefill: str = ""
+    """Value of `x-manta-prefill`; empty in a cluster without a prefill pool."""
 
 
 class RouterApp:
@@ -85,6 +98,7 @@ class RouterApp:
         self._waking: asyncio.Task[None] | None = None
         self._env = env
         self._relay = Relay(core.config.limits)
+        self._ends = Ends(self._relay, secret)
         self._pages = Pages(core, describe, CacheAdmin(core, self._query, self._run))
         self._tenants: Tenants
         self.configure()
@@ -100,6 +114,7 @@ class RouterApp:
         """End what runs by itself. Requests under way are their callers' to end."""
         if self._waking is not None:
             self._waking.cancel()
+        self._ends.close()
         self._relay.close()
         await self._core.close()
 
@@ -174,6 +189,7 @@ class RouterApp:
             salt=salt(tenant, rendered.client_salt, self._secret),
             body_bytes=len(body),
             tenant=tenant,
+            session=session_of(headers, body) if self._core.config.policy.wants_session else "",
         )
         stored = routes.stored_response(path)
         response = stored or rendered.previous_response_id
@@ -193,16 +209,57 @@ class RouterApp:
             placed = await self._place(query)
             # No await between a place and the `try` that gives it back.
             answer.status = _CLIENT_GONE
+            half = (
+                Half(placed.prefill, self._ends, self._core.metrics) if placed.prefill is not None else None
+            )
             try:
-                with closing(self._exchange(scope, body, query, placed)) as exchange:
+                if half is None:
+                    self._stays_local(query, placed)
+                elif not await self._first_half(scope, body, query, placed, half, send, answer):
+                    return
+                with closing(self._exchange(scope, body, query, placed, half)) as exchange:
                     head = await self._start(exchange, query, placed, attempts_left, answer)
                     if head is not None:
-                        self._begun(query, placed, head, answer)
-                        await self._stream(exchange, placed, head, send)
+                        self._begun(query, placed, head, answer, half)
+                        await self._stream(exchange, placed, head, send, answer)
                         return
             finally:
+                if half is not None:
+                    half.close()
                 self._core.release(placed, _measured(answer))
             self._core.metrics.retried()
+
+    def _stays_local(self, query: Query, placed: Placed) -> None:
+        """Raises ApiError 503 where a prompt is for the prefill pool, and nothing else will do."""
+        if not placed.local:
+            return
+        self._core.metrics.stayed_local(placed.local)
+        if placed.local != "no_prefill":
+            return
+        self._keep_waking()
+        config = self._core.config.prefill
+        least = 0 if config.when == "always" else config.min_tokens
+        if config.on_no_prefill == "reject" and least is not None and query.prompt_tokens >= least:
+            raise errors.no_replica("none of the prefill pool is ready", RETRY_AFTER_S)
+
+    async def _first_half(
+        self, scope: Scope, body: bytes, query: Query, placed: Placed, half: Half, send: Send, answer: _Answer
+    ) -> bool:
+        """Have the prompt computed; where that fails, whoever answers computes it. False where the client has its
+        answer: an error that no replica would spare it."""
+        with closing(self._first_exchange(scope, body, query, half)) as exchange:
+            if not await half.compute(exchange):
+                assert exchange.head is not None
+                answer.status, answer.begun = exchange.head.status, True
+                await exchange.stream(send, [(REPLICA_HEADER.encode(), half.place.replica.id.encode())])
+                return False
+        if half.failure is not None:
+            self._core.metrics.upstream_failed(half.failure.reason)
+            if half.failure.reason == "connect":
+                self._core.directory.suspect(half.place.replica.id)
+        else:
+            self._core.prefilled(placed)
+        return True
 
     async def _place(self, query: Query) -> Placed:
         """Wait for a place, bounded. Raises ApiError 429 when it is too full, 503 when there is no replica."""
@@ -211,7 +268,7 @@ class RouterApp:
             self._keep_waking()
         try:
             return await self._core.room.enter(
-                lambda: self._core.place(query),
+                lambda: self._core.place(query, in_halves=True),
                 limits.queue_timeout_s,
                 wants=(query.model, query.only, frozenset(query.tried)),
             )
@@ -242,20 +299,48 @@ class RouterApp:
             if not len(self._core.room) or self._core.directory.ready():
                 return
 
-    def _exchange(self, scope: Scope, body: bytes, query: Query, placed: Placed) -> Exchange:
-        internal = {SECRET_HEADER: self._secret, REQUEST_ID_HEADER: query.request_id, SALT_HEADER: query.salt}
+    def _exchange(
+        self, scope: Scope, body: bytes, query: Query, placed: Placed, half: Half | None = None
+    ) -> Exchange:
+        limit = None if query.rendered.stream else self._core.config.limits.answer_timeout_s
+        body, internal = self._internal(body, query, placed.reservation, placed.plan)
+        if half is not None:
+            body, headers = half.for_second(body)
+            internal |= headers
+        return self._exchange_with(scope, body, placed.replica, internal, limit)
+
+    def _first_exchange(self, scope: Scope, body: bytes, query: Query, half: Half) -> Exchange:
+        place = half.place
+        body, internal = self._internal(body, query, place.reservation, place.plan)
+        internal |= [half.header]
+        return self._exchange_with(scope, body, place.replica, internal, self._core.config.prefill.timeout_s)
+
+    def _internal(
+        self, body: bytes, query: Query, reservation: Reservation, plan: Plan | None
+    ) -> tuple[bytes, dict[str, str]]:
+        """The body for a replica, and the router's own headers."""
+        internal = {
+            SECRET_HEADER: self._secret,
+            REQUEST_ID_HEADER: query.request_id,
+            SALT_HEADER: query.salt,
+            RESERVATION_HEADER: pack_reservation(reservation.name),
+        }
         if query.rendered.prompts is not None:
             body, internal[LENGTHS_HEADER] = pack_prompts(body, query.rendered.prompts)
-        if placed.plan is not None:
-            internal[PLAN_HEADER] = pack_plan(placed.plan)
-        limits = self._core.config.limits
+        if plan is not None:
+            internal[PLAN_HEADER] = pack_plan(plan)
+        return body, internal
+
+    def _exchange_with(
+        self, scope: Scope, body: bytes, replica: ReplicaInfo, internal: dict[str, str], limit_s: float | None
+    ) -> Exchange:
         try:
             return self._relay.exchange(
                 scope,
                 body,
-                Address.parse(placed.replica.address),
+                Address.parse(replica.address),
                 internal=[(name.encode(), value.encode("latin-1")) for name, value in internal.items()],
-                first_token_timeout_s=None if query.rendered.stream else limits.answer_timeout_s,
+                first_token_timeout_s=limit_s,
             )
         except ValueError as error:
             raise errors.bad_request(str(error)) from error
@@ -289,23 +374,32 @@ class RouterApp:
         query.tried.add(placed.replica.id)
         return attempts_left > 0 and self._core.has_candidates(query)
 
-    def _begun(self, query: Query, placed: Placed, head: ResponseHead, answer: _Answer) -> None:
+    def _begun(
+        self, query: Query, placed: Placed, head: ResponseHead, answer: _Answer, half: Half | None
+    ) -> None:
         answer.status, answer.begun = head.status, True
         if head.cached is None:
             placed.reservation.first_token()
             return
-        self._core.computed(placed)
         tokens = parse_cached(head.cached)
+        if half is not None:
+            answer.prefill = half.answered(tokens.get("nixl", 0))
+        elif placed.local:
+            answer.prefill = "local"
+        # The head of a whole answer comes with its last token.
+        answer.served_s = self._core.computed(placed, tokens, query.rendered.stream)
         computed = tokens.pop("computed", 0)
         answer.cached_tokens = sum(tokens.values())
         self._core.metrics.prompt_served(answer.cached_tokens, computed)
-        if query.rendered.stream:  # the head of a whole answer comes with its last token
+        if query.rendered.stream:
             answer.first_token_at = time.monotonic()
             self._core.metrics.first_token(answer.first_token_at - answer.began)
 
-    async def _stream(self, exchange: Exchange, placed: Placed, head: ResponseHead, send: Send) -> None:
+    async def _stream(
+        self, exchange: Exchange, placed: Placed, head: ResponseHead, send: Send, answer: _Answer
+    ) -> None:
         try:
-            await exchange.stream(send, _answer_headers(placed, head))
+            await exchange.stream(send, _answer_headers(placed, head, answer.prefill))
         except UpstreamError as error:
             self._note_failure(placed, error)
             raise
@@ -323,14 +417,16 @@ class RouterApp:
             self._core.directory.suspect(placed.replica.id)
 
 
-def _answer_headers(placed: Placed, head: ResponseHead) -> list[tuple[bytes, bytes]]:
+def _answer_headers(placed: Placed, head: ResponseHead, prefill: str) -> list[tuple[bytes, bytes]]:
     headers = [(REPLICA_HEADER.encode(), placed.replica.id.encode())]
     if head.cached is not None:
         headers.append((CACHED_HEADER.encode(), head.cached.encode("latin-1")))
+    if prefill:
+        headers.append((PREFILL_HEADER.encode(), prefill.encode()))
     return headers
 
 
 def _measured(answer: _Answer) -> Measured:
     now = time.monotonic()
     ttft = answer.first_token_at - answer.began if answer.first_token_at is not None else None
-    return Measured(answer.status, answer.cached_tokens, ttft, now - answer.began)
+    return Measured(answer.status, answer.cached_tokens, ttft, now - answer.began, answer.served_s)

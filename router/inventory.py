@@ -35,6 +35,7 @@ class Inventory:
             "replicas": replicas,
             "queued": len(self._core.room),
             "open_requests": self._core.ledger.open_requests(),
+            "transfer_refusals": self._core.pairing.refusals,
         }
 
     def _replica(self, entry: ReplicaEntry, chunks: int) -> dict[str, Any]:
@@ -54,6 +55,8 @@ class Inventory:
             "snapshots": entry.stream.snapshots,
             "prefill_rate": load.prefill_rate if load else 0.0,
             "decode_rate": load.decode_rate if load else 0.0,
+            "transfer": entry.info.transfer.kind if entry.info.transfer is not None else "",
+            "no_transfer": entry.info.no_transfer,
         }
 
     async def _routers(self) -> list[dict[str, Any]]:

@@ -2,13 +2,20 @@
 
 A replica's own load report arrives a fraction of a second late. Until then only the ledger knows of the
 requests that were just decided, and it is what makes a burst spread instead of piling onto one idle
-replica.
+replica. Of what has reached the replica, a report tells how much is still to be computed; there the smaller
+figure counts.
 """
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Self
+
+from cache_store.events import Share
+from workers.messages import ReservationName
 
 State = Literal["prefilling", "running", "released"]
 
@@ -18,7 +25,7 @@ class OwnLoad:
     """What one router has open at one replica."""
 
     prefill_tokens: int = 0
-    """Prompt tokens of requests without a first token that the replica was expected to compute."""
+    """Prompt tokens that requests without a first token have still to compute there, as far as the router knows."""
     prefilling: int = 0
     """Requests without a first token."""
     running: int = 0
@@ -35,14 +42,36 @@ _IDLE = OwnLoad()
 
 
 class _Account:
-    __slots__ = ("last_chosen", "open", "prefill_tokens", "prefilling", "running")
+    __slots__ = (
+        "changed", "last_chosen", "on_its_way", "open", "prefill_tokens", "prefilling", "reported", "running", "seen",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
         self.open: set[Reservation] = set()
         self.prefill_tokens = 0
         self.prefilling = 0
         self.running = 0
         self.last_chosen = 0
+        self.seen = 0
+        """Number of the latest reservation that the replica had seen at its last report."""
+        self.on_its_way = 0
+        """Of `prefill_tokens`, those of later reservations."""
+        self.reported: int | None = None
+        """What was left of the others' then; None where the report does not say."""
+
+    @property
+    def pending(self) -> int:
+        if self.reported is None:
+            return self.prefill_tokens
+        return self.on_its_way + min(self.reported, self.prefill_tokens - self.on_its_way)
+
+    def count(self, reservation: Reservation, sign: int) -> None:
+        """A reservation without a first token comes (1) or is one no more (-1)."""
+        self.prefilling += sign
+        self.prefill_tokens += sign * reservation.prefill_tokens
+        if reservation.number > self.seen:
+            self.on_its_way += sign * reservation.prefill_tokens
 
 
 class Reservation:
@@ -52,18 +81,21 @@ class Reservation:
     the replica was forgotten: then they change nothing. As a context manager it releases on leaving.
     """
 
-    __slots__ = ("_account", "_state", "number", "prefill_tokens", "replica", "request_id")
+    __slots__ = ("_account", "_state", "name", "prefill_tokens", "replica", "request_id")
 
-    def __init__(
-        self, account: _Account, replica: str, request_id: str, prefill_tokens: int, number: int
-    ) -> None:
-        self.number = number
-        """Counted over all replicas, from 1."""
+    def __init__(self, account: _Account, replica: str, request_id: str, name: ReservationName) -> None:
+        self.name = name
+        """As the replica is told of it."""
         self.replica = replica
         self.request_id = request_id
-        self.prefill_tokens = prefill_tokens
+        self.prefill_tokens = name.prefill_tokens
         self._account = account
         self._state: State = "prefilling"
+
+    @property
+    def number(self) -> int:
+        """Counted over all replicas, from 1."""
+        return self.name.number
 
     @property
     def state(self) -> State:
@@ -72,24 +104,22 @@ class Reservation:
     def first_token(self) -> None:
         """The prefill is over: its tokens no longer weigh on the replica."""
         if self._state == "prefilling":
-            self._leave_prefill()
+            self._account.count(self, -1)
             self._account.running += 1
             self._state = "running"
+            self._account.changed()
 
     def release(self) -> None:
         """The request has ended, in whatever way."""
         if self._state == "released":
             return
         if self._state == "prefilling":
-            self._leave_prefill()
+            self._account.count(self, -1)
         else:
             self._account.running -= 1
         self._account.open.discard(self)
         self._state = "released"
-
-    def _leave_prefill(self) -> None:
-        self._account.prefilling -= 1
-        self._account.prefill_tokens -= self.prefill_tokens
+        self._account.changed()
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +131,11 @@ class Reservation:
 class Ledger:
     """Open reservations by replica. Not thread-safe; lives on a router's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: str = "") -> None:
+        """`router` names the ledger's router, 16 hex digits; drawn where not given."""
+        self.router = router or secrets.token_hex(8)
+        self.changed: set[str] = set()
+        """Replicas whose load may be another one since their reader cleared this."""
         self._accounts: dict[str, _Account] = {}
         self._decisions = 0
 
@@ -113,32 +147,49 @@ class Ledger:
         """
         if prefill_tokens < 0:
             raise ValueError(f"prefill_tokens of {request_id} is {prefill_tokens}; needed: 0 or more")
-        account = self._accounts.setdefault(replica, _Account())
+        account = self._accounts.get(replica)
+        if account is None:
+            account = self._accounts[replica] = _Account(partial(self.changed.add, replica))
         self._decisions += 1
-        reservation = Reservation(account, replica, request_id, prefill_tokens, self._decisions)
+        name = ReservationName(self.router, self._decisions, prefill_tokens)
+        reservation = Reservation(account, replica, request_id, name)
         account.open.add(reservation)
-        account.prefill_tokens += prefill_tokens
-        account.prefilling += 1
+        account.count(reservation, 1)
         account.last_chosen = self._decisions
+        account.changed()
         return reservation
 
-    def prefilled(self, replica: str, up_to: int) -> None:
-        """The replica has computed the prompts of all reservations up to that number.
+    def reported(self, replica: str, share: Share) -> None:
+        """What the replica says of this router's requests. `share` is of this router.
 
-        For answers that are not streamed this is the only sign of it before their end.
+        For answers that are not streamed this is the only sign before their end that a prompt was computed.
         """
+        self.changed.add(replica)
         account = self._accounts.get(replica)
-        if account is not None and account.prefilling:
-            for reservation in account.open:
-                if reservation.number <= up_to:
-                    reservation.first_token()
+        if account is None:
+            return
+        reached = [each for each in account.open if each.number <= share.seen]
+        account.seen = share.seen
+        account.on_its_way = sum(
+            each.prefill_tokens
+            for each in account.open
+            if each.number > share.seen and each.state == "prefilling"
+        )
+        if len(reached) > share.requests:
+            # Connections overtake each other: some of these are on their way, and nobody knows which.
+            account.reported = None
+            return
+        account.reported = share.prefill_tokens
+        if not share.prefilling:
+            for each in reached:
+                each.first_token()
 
     def load(self, replica: str) -> OwnLoad:
         """What is open at a replica; all zero for one never chosen."""
         account = self._accounts.get(replica)
         if account is None:
             return _IDLE
-        return OwnLoad(account.prefill_tokens, account.prefilling, account.running, account.last_chosen)
+        return OwnLoad(account.pending, account.prefilling, account.running, account.last_chosen)
 
     def open_requests(self) -> int:
         """Over all replicas."""
@@ -161,6 +212,11 @@ class Ledger:
             assert account.prefill_tokens == sum(waiting), (
                 f"{replica}: {account.prefill_tokens} prefill tokens"
             )
+            later = sum(
+                r.prefill_tokens for r in account.open if r.state == "prefilling" and r.number > account.seen
+            )
+            assert account.on_its_way == later, f"{replica}: {account.on_its_way} tokens on their way"
+            assert later <= account.pending <= account.prefill_tokens
             assert account.running == states.count("running"), f"{replica}: {account.running} running"
             assert all(reservation.replica == replica for reservation in account.open)
             assert 0 < account.last_chosen <= self._decisions

@@ -13,6 +13,7 @@ PREFIX = "manta_router_"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+_RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 5.0, 10.0)
 
 
 class RouterMetrics:
@@ -41,8 +42,36 @@ class RouterMetrics:
         self._total = self._histogram(
             "request_seconds", "From the request's arrival to the end of its answer."
         )
+        self._error = Histogram(
+            PREFIX + "ttft_error_ratio",
+            "Difference of predicted and measured seconds to the first token, as a part of the measured.",
+            buckets=_RATIOS,
+            registry=self.registry,
+        )
+        self._predicted_s = self._counter(
+            "predicted_ttft_seconds", "Predicted, from the decision to the first token."
+        )
+        self._measured_s = self._counter(
+            "served_ttft_seconds", "Measured, from the decision to the first token."
+        )
+        self._prefills = self._counter(
+            "prefills",
+            "Requests where there is a prefill pool: `disaggregated`, `local`, `fallback` where it was asked in vain.",
+            "outcome",
+            "reason",
+        )
+        self._shipped = self._counter("shipped_tokens", "Prompt tokens whose KV came from the prefill pool.")
+        self._prefill_predicted_s = self._counter(
+            "prefill_predicted_seconds", "Predicted, of prompts that the prefill pool has computed."
+        )
+        self._prefill_measured_s = self._counter("prefill_measured_seconds", "Measured, of the same.")
         self._queue = Gauge(
             PREFIX + "queue_length", "Requests that wait for a replica.", registry=self.registry
+        )
+        self._unheard = Gauge(
+            PREFIX + "unheard_at_start",
+            "Replicas that had not told what they hold when this router began to decide.",
+            registry=self.registry,
         )
         self._index = Gauge(
             PREFIX + "index_chunks", "Distinct chunks in the index.", ["tier"], registry=self.registry
@@ -65,10 +94,35 @@ class RouterMetrics:
     def first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
 
+    def predicted(self, predicted_s: float, measured_s: float) -> None:
+        """From the decision to the first token."""
+        self._predicted_s.inc(max(0.0, predicted_s))
+        self._measured_s.inc(max(0.0, measured_s))
+        if measured_s > 0:
+            self._error.observe(abs(predicted_s - measured_s) / measured_s)
+
     def prompt_served(self, cached_tokens: int, computed_tokens: int) -> None:
         """What the replica said of a prompt."""
         self._cached.inc(cached_tokens)
         self._computed.inc(computed_tokens)
+
+    def stayed_local(self, reason: str) -> None:
+        """Whoever answers computes the prompt, and this was planned; `reason` is `router.disaggregation.Verdict`'s."""
+        self._prefills.labels("local", reason).inc()
+
+    def in_halves(self, reason: str, tokens: int) -> None:
+        """Planned for that reason, and so many tokens have come."""
+        self._prefills.labels("disaggregated", reason).inc()
+        self._shipped.inc(tokens)
+
+    def fell_back(self, reason: str) -> None:
+        """Whoever answers computes the prompt, since the prefill pool did not: `router.first_half.NotKept.reason`."""
+        self._prefills.labels("fallback", reason).inc()
+
+    def prefilled(self, predicted_s: float, measured_s: float) -> None:
+        """The prefill pool has computed a prompt."""
+        self._prefill_predicted_s.inc(max(0.0, predicted_s))
+        self._prefill_measured_s.inc(max(0.0, measured_s))
 
     def retried(self) -> None:
         self._retries.inc()
@@ -84,6 +138,10 @@ class RouterMetrics:
     def watch_queue(self, length: Callable[[], int]) -> None:
         """Ask `length` at every scrape."""
         self._queue.set_function(length)
+
+    def watch_start(self, unheard: Callable[[], int]) -> None:
+        """Ask `unheard` at every scrape."""
+        self._unheard.set_function(unheard)
 
     def watch_index(self, tier: Tier, chunks: Callable[[], int]) -> None:
         """Ask `chunks` at every scrape."""

@@ -12,6 +12,8 @@ import msgspec
 from router.core import Placed, Query, RouterCore
 from router.decision_log import Measured
 from router.render import Renderer
+from router.session import session_of
+from workers.messages import pack_reservation
 
 TICKET_LIFE_S = 3600.0
 """A caller that died never releases; its reservation must not weigh on a replica for ever."""
@@ -40,15 +42,19 @@ class RemoteChoices:
     async def choose(
         self, path: str, body: dict[str, Any], exclude: Collection[str] = ()
     ) -> tuple[str, str] | None:
-        """Returns (ticket, replica id), or None when no replica has room. Raises ApiError for a bad body."""
+        """Returns (ticket, replica id), or None when no replica has room. Raises ApiError for a bad body.
+
+        The ticket is the reservation's name, as the replica must be told of it (`RESERVATION_HEADER`)."""
         self._expire()
         data = msgspec.json.encode(body)
         rendered = await self._renderer.render(path, data)
-        ticket = uuid.uuid4().hex
-        query = Query(ticket, rendered.model or "", rendered, "", len(data), tried=set(exclude))
+        query = Query(uuid.uuid4().hex, rendered.model or "", rendered, "", len(data), tried=set(exclude))
+        if self._core.config.policy.wants_session:
+            query.session = session_of({}, data)
         placed = self._core.place(query)
         if placed is None:
             return None
+        ticket = pack_reservation(placed.reservation.name)
         self._tickets[ticket] = _Ticket(placed, self._clock())
         return ticket, placed.replica.id
 

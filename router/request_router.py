@@ -78,7 +78,7 @@ class MantaRequestRouter(RequestRouter):
         ticket, replica = found
         self._release(self._tickets.pop(request.metadata.internal_request_id, ""))
         self._tickets[request.metadata.internal_request_id] = ticket
-        request.kwargs["replica"] = replica
+        request.kwargs.update(replica=replica, reservation=ticket)
         return self._hosts.get(replica)
 
     async def _ask_router(self, method: str, *args: Any) -> Any:

@@ -40,6 +40,9 @@ class SimConfig(Section):
     decode_slowdown: float = Field(
         0.02, ge=0, description="Each further running stream makes a decode step longer by this part."
     )
+    transfer_tokens_per_s: float = Field(
+        500_000.0, gt=0, description="Speed at which KV comes from another engine."
+    )
     block_tokens: int = Field(32, ge=1, description="Tokens per KV block.")
     blocks: int = Field(4096, ge=1, description="KV blocks of one replica.")
     max_running: int = Field(64, ge=1, description="Streams that run at once; the rest wait.")
@@ -56,6 +59,14 @@ _REFUSED_ARGS = {
     "lora-modules": "model.adapters gives them, named by their content",
 }
 """vLLM's arguments that can't work inside a replica, and why."""
+
+
+def _check_args(args: dict[str, Any]) -> None:
+    for name, value in args.items():
+        reason = _REFUSED_ARGS.get(name.replace("_", "-"))
+        off = value in (None, False) or (name.replace("_", "-").endswith(("-size", "-count")) and value == 1)
+        if reason is not None and not off:
+            raise ValueError(f"args.{name} is {value!r}; needed: nothing, since {reason}")
 
 
 class EngineConfig(Section):
@@ -78,13 +89,7 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _fits_a_replica(self) -> Self:
-        for name, value in self.args.items():
-            reason = _REFUSED_ARGS.get(name.replace("_", "-"))
-            off = value in (None, False) or (
-                name.replace("_", "-").endswith(("-size", "-count")) and value == 1
-            )
-            if reason is not None and not off:
-                raise ValueError(f"args.{name} is {value!r}; needed: nothing, since {reason}")
+        _check_args(self.args)
         return self
 
 
@@ -136,6 +141,14 @@ class PoolConfig(Section):
         None, description="A fixed number of replicas where not given."
     )
     resources: ResourcesConfig = ResourcesConfig()
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Of vLLM's arguments, what this pool has other than `engine.args`."
+    )
     drain_timeout_s: float = Field(
         600.0, ge=0, description="Longest wait for open requests before a replica stops."
     )
+
+    @model_validator(mode="after")
+    def _fits_a_replica(self) -> Self:
+        _check_args(self.args)
+        return self

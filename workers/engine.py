@@ -8,7 +8,9 @@ from typing import Protocol
 from starlette.types import ASGIApp
 
 from cache_store.keys import EngineIdentity
+from workers.handover import Handover
 from workers.kv_events import KVEventSink
+from workers.transfer import Transfer
 
 
 class EngineUnhealthyError(RuntimeError):
@@ -26,6 +28,10 @@ class EngineInfo:
     """Names that clients may ask for: the base model's, then LoRA adapters by their public names."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Public adapter name -> engine's name, `name@contenthash`."""
+    transfer: Transfer | None = None
+    """What it can do with other engines' KV; None for nothing."""
+    no_transfer: str = ""
+    """Why it can do nothing with it, where that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,6 @@ class EngineLoad:
 
     waiting: int = 0
     running: int = 0
-    prefill_tokens: int = 0
     kv_used: float = 0.0
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
@@ -45,8 +50,12 @@ class Engine(Protocol):
 
     `app` is an OpenAI-compatible ASGI application. While it serves a request it finds the replica's
     `RequestRecord` in `current_request` (None when called without a replica around it): where that holds prompts,
-    they replace the engine's own tokenising; the salt goes into the KV namespace; the first output of every
-    sequence is noted there. A request whose client is gone is aborted within a second.
+    they replace the engine's own tokenising; the salt goes into the KV namespace; every sequence that is taken, and
+    its first output, is noted there. A request whose client is gone is aborted within a second.
+
+    Where the record has a `first_half`, the engine computes the prompt alone, keeps its blocks for another engine and
+    notes the hand-over there, or why there is none. Where it has a `fetch`, the engine gets the prompt's KV from there,
+    and computes what does not come. Both only for an engine whose `info.transfer` is not None.
     """
 
     app: ASGIApp
@@ -59,6 +68,9 @@ class Engine(Protocol):
         """Raises EngineUnhealthyError. Returns within `stuck_after_s` in any case."""
 
     def load(self) -> EngineLoad: ...
+
+    async def release(self, handover: Handover) -> None:
+        """Free the blocks of a hand-over within a second. Does nothing for one that is not kept any more."""
 
     async def shutdown(self) -> None:
         """Free everything. Safe to call twice, and after a failed start."""

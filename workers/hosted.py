@@ -13,13 +13,18 @@ from cache_store.events import Load
 from cache_store.stream import Publisher
 from workers.chunk_tracker import ChunkTracker
 from workers.engine import Engine
+from workers.handovers import Handovers
 from workers.http import ReplicaApp
 from workers.kv_events import KVEvent
 from workers.messages import ReplicaInfo, Role
+from workers.open_requests import OpenRequests
 from workers.stored_responses import ResponseGuard
 
-_LOAD_PERIOD_S = 0.1
-_LOAD_SILENCE_S = 1.0
+_LEAST_GAP_S = 0.05
+"""Between two load reports, however much happens."""
+_BUSY_PERIOD_S = 0.25
+"""An engine at work is looked at so often; of requests that come and go it is told at once."""
+_SILENCE_S = 1.0
 
 
 class HostedReplica:
@@ -50,6 +55,10 @@ class HostedReplica:
         self._early: list[KVEvent] = []
         self._tracker: ChunkTracker | None = None
         self._reporter: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self.requests = OpenRequests(self._changed.set)
+        self.handovers: Handovers | None = None
+        """None where no prompts are computed for other replicas."""
 
     app: ReplicaApp
     publisher: Publisher
@@ -74,8 +83,15 @@ class HostedReplica:
             loses=self._loses,
         )
         self._tracker = ChunkTracker(identity, info.block_tokens, self._cache.chunk_tokens)
+        if info.transfer is not None:
+            self.handovers = Handovers(self.engine.release)
         self.app = ReplicaApp(
-            ResponseGuard(self.engine.app), self.publisher, self._secret, self._set_cordoned
+            ResponseGuard(self.engine.app),
+            self.publisher,
+            self._secret,
+            self._set_cordoned,
+            self.requests,
+            self.handovers,
         )
         self._on_kv_events(self._early)
         self._early = []
@@ -92,6 +108,8 @@ class HostedReplica:
             adapters=info.adapters,
             max_model_len=info.max_model_len,
             ranks=info.identity.tensor_parallel * info.identity.pipeline_parallel,
+            transfer=info.transfer,
+            no_transfer=info.no_transfer,
         )
 
     def _on_kv_events(self, events: Sequence[KVEvent]) -> None:
@@ -103,15 +121,18 @@ class HostedReplica:
 
     def load(self) -> Load:
         now = self.engine.load()
+        counts = self.requests.counts(now.prefill_rate)
         return Load(
             waiting=now.waiting,
             running=now.running,
-            prefill_tokens=now.prefill_tokens,
+            prefill_tokens=counts.prefill_tokens,
             kv_used=round(now.kv_used, 4),
             prefill_rate=now.prefill_rate,
             decode_rate=now.decode_rate,
-            http_requests=self.app.open_requests,
+            http_requests=counts.requests,
             draining=self.draining or self.cordoned or self.sick,
+            prefilling=counts.prefilling,
+            shares=counts.shares,
         )
 
     def _set_cordoned(self, cordoned: bool) -> bool:
@@ -123,19 +144,28 @@ class HostedReplica:
     async def _report_load(self) -> None:
         last, sent_at = None, 0.0
         while True:
-            load = self.load()
-            if load != last or time.monotonic() - sent_at >= _LOAD_SILENCE_S:
+            self._changed.clear()
+            load, now = self.load(), time.monotonic()
+            if load != last or now - sent_at >= _SILENCE_S:
                 self.publisher.report(load)
-                last, sent_at = load, time.monotonic()
-            await asyncio.sleep(_LOAD_PERIOD_S)
+                last, sent_at = load, now
+            await asyncio.sleep(_LEAST_GAP_S)
+            busy = load.http_requests or load.waiting or load.running
+            look_after = (_BUSY_PERIOD_S if busy else _SILENCE_S) - _LEAST_GAP_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(look_after):
+                    await self._changed.wait()
 
     async def drain(self, timeout_s: float) -> int:
-        """Take nothing new, wait for open requests. Returns how many were still open when the time was up."""
+        """Take nothing new, wait for open requests and for prompts to be fetched that are kept for others. Returns how
+        many requests were still open when the time was up."""
         self.draining = True
         self.publisher.report(self.load())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.app.idle.wait()
+                if self.handovers is not None:
+                    await self.handovers.empty(timeout_s)
         return self.app.open_requests
 
     async def stop(self) -> None:

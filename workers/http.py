@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cache_store.event_endpoint import knows_secret, send_error, send_whole, serve_events
+from cache_store.event_endpoint import knows_secret, read_body, send_error, send_whole, serve_events
 from cache_store.stream import Publisher
+from workers.first_half import serve_end, serve_first_half
+from workers.handover import Fetch, split_fetch
+from workers.handovers import Handovers
 from workers.messages import (
     CACHED_HEADER,
     DRAIN_PATH,
+    FETCH_HEADER,
+    HANDOVER_HEADER,
+    HANDOVERS_PATH,
     LENGTHS_HEADER,
     PLAN_HEADER,
     REQUEST_ID_HEADER,
+    RESERVATION_HEADER,
     SALT_HEADER,
     DrainState,
     unpack_plan,
     unpack_prompts,
+    unpack_reservation,
 )
+from workers.open_requests import OpenRequests
 from workers.request_record import RequestRecord, current_request
 
 logger = logging.getLogger(__name__)
@@ -42,17 +52,25 @@ class ReplicaApp:
         publisher: Publisher,
         secret: str,
         set_cordoned: Callable[[bool], bool] = lambda cordoned: cordoned,
+        requests: OpenRequests | None = None,
+        handovers: Handovers | None = None,
     ) -> None:
-        """`set_cordoned` tells the replica whether to take requests; it returns whether the replica drains now."""
+        """`set_cordoned` tells the replica whether to take requests; it returns whether the replica drains now.
+        `requests` is where what clients ask for is counted; event streams are not. `handovers` is where prompts are
+        kept that are computed for other replicas; None where none can be, and none is fetched either."""
         self._inner = inner
         self._set_cordoned = set_cordoned
         self._publisher = publisher
         self._secret = secret.encode()
-        self.open_requests = 0
-        """Requests of clients that are being served; event streams do not count."""
+        self._requests = requests if requests is not None else OpenRequests()
+        self._handovers = handovers
         self.idle = asyncio.Event()
         """Set while there are none."""
         self.idle.set()
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -65,38 +83,71 @@ class ReplicaApp:
             await send_error(send, 401, "AuthenticationError", "The cluster's secret is missing or wrong.")
         elif scope["path"] == DRAIN_PATH:
             await self._drain(scope["method"], send)
+        elif scope["path"].startswith(HANDOVERS_PATH) and self._handovers is not None:
+            await serve_end(self._handovers, scope, send)
         elif not await serve_events(self._publisher, scope["path"], receive, send):
             headers = {name: value for name, value in scope["headers"] if name.startswith(b"x-manta-")}
             await self._request(scope, receive, send, headers)
 
     async def _request(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+        reservation = headers.get(RESERVATION_HEADER.encode())
+        try:
+            name = unpack_reservation(reservation.decode("latin-1")) if reservation is not None else None
+        except ValueError as error:
+            await send_error(send, 400, "BadRequestError", str(error))
+            return
+        opened = self._requests.open(name)
         record = RequestRecord(
             request_id=headers.get(REQUEST_ID_HEADER.encode(), b"").decode("latin-1"),
             salt=headers.get(SALT_HEADER.encode(), b"").decode("latin-1"),
+            opened=opened,
         )
-        self.open_requests += 1
         self.idle.clear()
         token = current_request.set(record)
         try:
-            lengths, plan = headers.get(LENGTHS_HEADER.encode()), headers.get(PLAN_HEADER.encode())
-            body = await _read_body(receive) if lengths is not None else b""
-            if body is None:
-                return
             try:
-                if plan is not None:
-                    record.plan = unpack_plan(plan.decode("latin-1"))
-                if lengths is not None:
-                    body, record.prompts = unpack_prompts(body, lengths.decode("latin-1"))
-                    scope, receive = _with_body(scope, receive, body)
+                read = await self._read(scope, receive, headers, record)
             except ValueError as error:
                 await send_error(send, 400, "BadRequestError", str(error))
                 return
-            await self._inner(scope, receive, _HeldHead(record, send))
+            if read is None:
+                return
+            if record.first_half is None:
+                await self._inner(*read, _HeldHead(record, send))
+            else:
+                assert self._handovers is not None
+                await serve_first_half(self._inner, *read, send, record.first_half, self._handovers)
         finally:
             current_request.reset(token)
-            self.open_requests -= 1
+            opened.close()
             if not self.open_requests:
                 self.idle.set()
+
+    async def _read(
+        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], record: RequestRecord
+    ) -> tuple[Scope, Receive] | None:
+        """Take into the record what the router has put into headers and body, and return the request without it; None
+        where the client went away first. Raises ValueError."""
+        plan, lengths, fetch, first_half = (
+            value.decode("latin-1") if (value := headers.get(name.encode())) is not None else None
+            for name in (PLAN_HEADER, LENGTHS_HEADER, FETCH_HEADER, HANDOVER_HEADER)
+        )
+        if plan is not None:
+            record.plan = unpack_plan(plan)
+        if lengths is not None:
+            body = await read_body(receive)
+            if body is None:
+                return None
+            if fetch is not None:
+                body, handover = split_fetch(body, fetch)
+                record.fetch = Fetch(handover, time.monotonic() + handover.hold_s)
+            body, record.prompts = unpack_prompts(body, lengths)
+            scope, receive = _with_body(scope, receive, body)
+        if first_half is not None:
+            if self._handovers is None:
+                raise ValueError(f"{HANDOVER_HEADER}: this replica keeps no prompts for others")
+            record.first_half = self._handovers.begin(first_half)
+        return scope, receive
 
     async def _drain(self, method: str, send: Send) -> None:
         if method not in ("PUT", "DELETE"):
@@ -141,18 +192,6 @@ class _HeldHead:
                 ]
             for each in held:
                 await self._send(each)
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """The whole body, or None when the client went away first."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 def _with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Receive]:

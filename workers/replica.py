@@ -18,8 +18,9 @@ from cache_store.config import CacheConfig
 from cache_store.node_address import keep_serve_on_node, node_address
 from workers.config import EngineConfig, ModelConfig, PoolConfig
 from workers.hosted import HostedReplica
-from workers.messages import SECRET_HEADER
+from workers.messages import RESERVATION_HEADER, SECRET_HEADER
 from workers.store_address import StoreAddress
+from workers.transfer import TransferConfig
 
 logger = logging.getLogger(__name__)
 keep_serve_on_node()
@@ -35,6 +36,8 @@ class ReplicaSpec(BaseModel):
     pool: PoolConfig
     cache: CacheConfig
     secret: str
+    transfer: TransferConfig | None = None
+    """None where no prompt is computed by one replica for another."""
 
 
 class Replica:
@@ -96,7 +99,15 @@ class Replica:
         store = None
         if self._cache_socket:
             store = StoreAddress(self._cache_socket, replica_id, spec.cache.load_when)
-        engine = VllmEngine(spec.engine, spec.model, spec.cache, spec.pool.resources.cores, store)
+        engine = VllmEngine(
+            spec.engine,
+            spec.model,
+            spec.cache,
+            spec.pool.resources.cores,
+            store,
+            spec.transfer,
+            node_address(),
+        )
         return HostedReplica(replica_id, spec.pool.role, engine, spec.cache, spec.secret)
 
     # What Serve calls.
@@ -143,38 +154,45 @@ class Replica:
         """The replicas hosted here, as `ReplicaInfo` maps."""
         return self.record_replica_metadata()["replicas"]  # type: ignore[no-any-return]
 
-    async def call(self, path: str, body: dict[str, Any], replica: str | None = None) -> Any:
+    async def call(
+        self, path: str, body: dict[str, Any], replica: str | None = None, reservation: str | None = None
+    ) -> Any:
         """One request to the OpenAI application, answered whole: `handle.call.remote("/v1/chat/completions", {...})`.
 
-        `replica` names one of several hosted replicas; the router's choice where not given. Errors come as the
-        server's own error object.
+        `replica` names one of several hosted replicas; the router's choice where not given. `reservation` is the
+        router's, and given by Serve's request router. Errors come as the server's own error object.
         """
         async with (
             aiohttp.ClientSession() as session,
-            session.post(**self._target(path, body, replica)) as answer,
+            session.post(**self._target(path, body, replica, reservation)) as answer,
         ):
             return await answer.json(content_type=None)
 
     async def stream(
-        self, path: str, body: dict[str, Any], replica: str | None = None
+        self, path: str, body: dict[str, Any], replica: str | None = None, reservation: str | None = None
     ) -> AsyncIterator[bytes]:
         """As `call`, for a body with `stream: true`: yields the server's bytes as they come."""
         async with (
             aiohttp.ClientSession() as session,
-            session.post(**self._target(path, body, replica)) as answer,
+            session.post(**self._target(path, body, replica, reservation)) as answer,
         ):
             async for data in answer.content.iter_any():
                 yield data
 
-    def _target(self, path: str, body: dict[str, Any], replica: str | None) -> dict[str, Any]:
+    def _target(
+        self, path: str, body: dict[str, Any], replica: str | None, reservation: str | None
+    ) -> dict[str, Any]:
         infos = [info for info in self._infos if replica in (None, info.id)]
         if not infos:
             raise ValueError(
                 f"replica {replica} is not hosted here; there are {[info.id for info in self._infos]}"
             )
+        headers = {SECRET_HEADER: self._spec.secret}
+        if reservation is not None:
+            headers[RESERVATION_HEADER] = reservation
         return {
             "url": f"http://{infos[0].address}{path}",
             "json": body,
-            "headers": {SECRET_HEADER: self._spec.secret},
+            "headers": headers,
             "timeout": aiohttp.ClientTimeout(total=None, connect=5),
         }

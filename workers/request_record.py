@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from workers.handover import Fetch, FirstHalf
 from workers.messages import Plan
+from workers.open_requests import OpenRequest
 
 
 @dataclass
@@ -25,6 +27,12 @@ class RequestRecord:
     """Cache salt that the router derived for the tenant; empty for none."""
     plan: Plan | None = None
     """The router's; None for none."""
+    first_half: FirstHalf | None = None
+    """The prompt is computed for another replica, and nothing is answered; None for a request that is answered here."""
+    fetch: Fetch | None = None
+    """Where the prompt's KV may be fetched; None for nowhere."""
+    opened: OpenRequest | None = None
+    """Its place in the replica's account; None without a replica around the engine."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Of `prompt_tokens`, those whose KV was not computed for this request."""
@@ -32,6 +40,11 @@ class RequestRecord:
     """`cached_tokens` by where they were, as far as the engine tells."""
     first_output: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with the first token of the first sequence; the answer's head waits for it."""
+
+    def begin_prefill(self, tokens: int, measured: bool) -> None:
+        """Called once per sequence, when the engine takes it; see `OpenRequest.begin_prefill`."""
+        if self.opened is not None:
+            self.opened.begin_prefill(tokens, measured)
 
     def note_first_output(
         self, prompt_tokens: int, cached_tokens: int, tiers: Mapping[str, int] | None = None
@@ -41,6 +54,8 @@ class RequestRecord:
         self.cached_tokens += cached_tokens
         for tier, tokens in (tiers if tiers is not None else {"hbm": cached_tokens}).items():
             self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+        if self.opened is not None:
+            self.opened.end_prefill(prompt_tokens - cached_tokens)
         self.first_output.set()
 
     @property

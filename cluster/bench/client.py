@@ -182,7 +182,7 @@ class Client:
                     raise EndpointError(f"{url} answered {answer.status}: {await _error_text(answer)}")
                 return await answer.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise EndpointError(f"{url}: {error or type(error).__name__}") from error
+            raise EndpointError(f"{url}: {str(error) or type(error).__name__}") from error
 
 
 async def _error_text(response: aiohttp.ClientResponse) -> str:

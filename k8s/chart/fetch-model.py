@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+
 from huggingface_hub import snapshot_download
 
 ready = Path("/models/READY")

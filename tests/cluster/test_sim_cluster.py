@@ -21,7 +21,7 @@ from cluster import processes
 from cluster.state import ClusterState
 from router import decision_log
 from router.config import PolicyConfig
-from router.policy import policy_from
+from router.policies import policy_from
 from tests.cluster.deployed import Deployed, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

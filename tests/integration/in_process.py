@@ -25,10 +25,11 @@ from router.http import RouterApp
 from router.routes import ROUTES
 from workers.config import EngineConfig, ModelConfig, SimConfig
 from workers.hosted import HostedReplica
-from workers.messages import ReplicaInfo
+from workers.messages import ReplicaInfo, Role
 from workers.sim.block_cache import Content
 from workers.sim.engine import SimEngine
 from workers.sim.generation import Generation
+from workers.transfer import TransferConfig
 
 SECRET = "the-secret-of-this-cluster"
 MODEL = "toy"
@@ -56,8 +57,8 @@ def http_client(base_url: str = "", headers: dict[str, str] | None = None) -> ht
 class RecordingEngine(SimEngine):
     """Remembers every sequence that it was given, so that its cache can be told in tokens."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.contents: list[Content] = []
 
     def submit(self, *args: Any, **kwargs: Any) -> Generation:
@@ -250,17 +251,19 @@ class Cluster:
             router.app._relay.pool.check_integrity()
 
 
-def make_replica(replica: str, sim: SimConfig) -> tuple[HostedReplica, RecordingEngine]:
+def make_replica(
+    replica: str, sim: SimConfig, role: Role = "unified", transfer: TransferConfig | None = None
+) -> tuple[HostedReplica, RecordingEngine]:
     cache = CacheConfig(chunk_tokens=CHUNK_TOKENS)
     model = ModelConfig(name=MODEL, adapters={"law": "x"})
-    engine = RecordingEngine(EngineConfig(kind="sim", sim=sim), model, cache)
-    return HostedReplica(
-        replica, "unified", engine, cache, SECRET, loses=engine.faults.take_lost_delta
-    ), engine
+    engine = RecordingEngine(EngineConfig(kind="sim", sim=sim), model, cache, transfer=transfer)
+    return HostedReplica(replica, role, engine, cache, SECRET, loses=engine.faults.take_lost_delta), engine
 
 
-async def start_node(replica: str, sim: SimConfig) -> Node:
-    make = functools.partial(make_replica, replica, sim)
+async def start_node(
+    replica: str, sim: SimConfig, role: Role = "unified", transfer: TransferConfig | None = None
+) -> Node:
+    make = functools.partial(make_replica, replica, sim, role, transfer)
     hosted, engine = make()
     await hosted.start()
     server = AppServer([hosted.app], [bound_socket(HOST)])
@@ -284,15 +287,23 @@ async def running(
     limits: dict[str, Any] | None = None,
     env: dict[str, str] | None = None,
     router: dict[str, Any] | None = None,
+    roles: Sequence[Role] = (),
     **sim: Any,
 ) -> AsyncIterator[Cluster]:
-    """A cluster whose routers know every replica. `sim` are fields of SimConfig that replace the fast ones.
+    """A cluster whose routers know every replica. `sim` are fields of SimConfig that replace the fast ones; `roles` are
+    those of the replicas, in their order, where they hand prompts over to each other.
 
     A test must leave it at rest, and then nothing may have leaked.
     """
     config = RouterConfig.model_validate({"limits": limits or {}, **(router or {})})
     settings = SimConfig(**{"block_tokens": 16, **FAST, **sim})
-    nodes = [await start_node(f"replica-{number}", settings) for number in range(replicas)]
+    if roles:
+        nodes = [
+            await start_node(f"{role}-{number}", settings, role, TransferConfig())
+            for number, role in enumerate(roles)
+        ]
+    else:
+        nodes = [await start_node(f"replica-{number}", settings) for number in range(replicas)]
     max_model_len = min(settings.max_model_len, settings.blocks * settings.block_tokens)
     cluster = Cluster(nodes, [], http_client(), config, env or {}, max_model_len)
     try:

@@ -207,12 +207,12 @@ async def test_the_next_turn_does_not_find_its_replica_busy_with_the_turn_before
     """Its last load report may still tell of that one."""
     body = prompt(words(5 * CHUNK_TOKENS, "turn"), max_tokens=1000)
     first = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
-    await until(lambda: any(entry.load and entry.load.requests for entry in cluster.core.directory))
+    await until(lambda: any(entry.load and entry.load.http_requests for entry in cluster.core.directory))
     for node in cluster.nodes:
         await node.silence()
     replica = (await first).headers["x-manta-replica"]
     await until(lambda: cluster.core.index.held(replica, "hbm") == cluster.node(replica).engine.chunks())
-    assert {entry.load.requests for entry in cluster.core.directory if entry.load} == {0, 1}
+    assert {entry.load.http_requests for entry in cluster.core.directory if entry.load} == {0, 1}
     for _ in range(3):
         answer = await cluster.http.post("/v1/completions", json=body | {"max_tokens": 1})
         assert answer.headers["x-manta-replica"] == replica

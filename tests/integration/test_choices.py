@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
+from router.candidates import Candidate
 from router.decision_log import replay
 from router.errors import ApiError
 from router.index import Match, PrefixIndex
-from router.policy import Choice, policy_from
+from router.policies import Choice, policy_from
 from router.remote_choice import RemoteChoices
 from tests.integration.in_process import Cluster, prompt, running, until, words
 
@@ -61,9 +61,8 @@ async def test_handle_calls_choose_as_http_does(warm: Cluster) -> None:
         answer = await warm.http.post(COMPLETIONS, json=body)
         by_handle, by_http = list(warm.core.log)[-2:]
         assert (by_handle.digest, by_handle.chunks) == (by_http.digest, by_http.chunks)
-        # The two stand one after the other, so that one thing differs: which replica was chosen last.
-        assert [replace(view, last_chosen=0) for view in by_handle.views] == [
-            replace(view, last_chosen=0) for view in by_http.views
+        assert [_apart_from_time(row) for row in by_handle.candidates] == [
+            _apart_from_time(row) for row in by_http.candidates
         ]
         assert by_handle.choice is not None
         if _decisive(by_handle.choice):
@@ -86,15 +85,20 @@ def _reported(cluster: Cluster) -> bool:
     """The router's last load reports say what the replicas would say now."""
     loads = {entry.info.id: entry.load for entry in cluster.core.directory}
     return all(
-        load is not None and msgspec.structs.replace(load, seq=0) == node.hosted.load()
+        load is not None and replace(load, seq=0) == node.hosted.load()
         for node in cluster.nodes
         for load in [loads[node.id]]
     )
 
 
+def _apart_from_time(row: Candidate) -> Candidate:
+    """The two decisions stand one after the other: another replica was chosen last, and some have reported since."""
+    return replace(row, last_chosen=0, waited_s=0.0, speed={})
+
+
 def _decisive(choice: Choice) -> bool:
-    totals = sorted(score.cost.total for score in choice.scores)
-    return totals[0] < totals[1]
+    costs = sorted(score.cost for score in choice.scores)
+    return costs[0] < costs[1]
 
 
 async def test_a_choice_holds_its_place_until_its_ticket_is_given_back(cluster: Cluster) -> None:

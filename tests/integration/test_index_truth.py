@@ -174,7 +174,7 @@ async def test_configuration_changes_live_and_streams_go_on(cluster: Cluster) ->
     same = [await ask(cluster, "same") for _ in range(4)]
     assert same[0] != same[1]
     assert same[:2] == same[2:]
-    cluster.router.configure(policy={"kind": "affinity"})
+    cluster.router.configure(policy={"kind": "prefix_affinity"})
     first = await ask(cluster, "other")
     await until(lambda: cluster.router.knows(cluster.nodes))
     assert {await ask(cluster, "other") for _ in range(4)} == {first}

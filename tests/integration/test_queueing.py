@@ -133,7 +133,7 @@ async def test_a_place_that_another_routers_request_leaves_is_noticed() -> None:
         give_up = await occupy(cluster)
         other = cluster.routers[1]
         (entry,) = other.core.directory
-        await until(lambda: entry.load is not None and entry.load.requests == 1)
+        await until(lambda: entry.load is not None and entry.load.http_requests == 1)
         async with http_client(base_url=other.url) as http:
             waiting = asyncio.create_task(http.post(CHAT, json=chat("a", max_tokens=1)))
             await until(lambda: len(other.core.room) == 1)

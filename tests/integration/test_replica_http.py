@@ -14,7 +14,7 @@ from cache_store.app_server import AppServer, bound_socket
 from cache_store.events import FrameReader, Hello, Load, Snapshot
 from tests.integration.in_process import MODEL, SECRET, Cluster, chat, http_client, until
 from workers.http import ReplicaApp
-from workers.messages import EVENTS_PATH, LENGTHS_HEADER, SECRET_HEADER, SNAPSHOT_PATH
+from workers.messages import EVENTS_PATH, LENGTHS_HEADER, RESERVATION_HEADER, SECRET_HEADER, SNAPSHOT_PATH
 from workers.request_record import current_request
 
 
@@ -58,6 +58,17 @@ async def test_lengths_that_do_not_fit_the_body_are_refused(replica: httpx.Async
     answer = await replica.post("/v1/chat/completions", json=chat("a"), headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "BadRequestError"
+
+
+async def test_a_reservation_that_no_router_would_name_is_refused(
+    cluster: Cluster, replica: httpx.AsyncClient
+) -> None:
+    answer = await replica.post(
+        "/v1/chat/completions", json=chat("a"), headers={RESERVATION_HEADER: "someone:1:1"}
+    )
+    assert answer.status_code == 400
+    assert RESERVATION_HEADER in answer.json()["error"]["message"]
+    assert cluster.nodes[0].hosted.load().http_requests == 0
 
 
 class EarlyHead:

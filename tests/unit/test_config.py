@@ -26,7 +26,7 @@ def test_every_configuration_that_ships_loads_and_local_ones_stay_on_this_machin
     assert config.endpoint == "http://127.0.0.1:8000"
     if path.stem.startswith("local"):
         assert config.router.num_cpus == 0
-        assert [pool.resources.num_cpus for pool in config.pools] == [0]
+        assert {pool.resources.num_cpus for pool in config.pools} == {0}
 
 
 def test_the_local_configurations_start_two_engines_and_eight_simulated_replicas() -> None:

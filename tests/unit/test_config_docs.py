@@ -36,6 +36,7 @@ CHANGED: dict[str, Any] = {
     "engine.sim.block_tokens": 64,
     "engine.sim.decode_slowdown": 0.5,
     "pools.role": "decode",
+    "pools.args": {"max-model-len": 1024},
     "pools.autoscaling": None,
     "pools.resources.gpus": 0,
     "pools.resources.custom": {"fast": 1.0},
@@ -43,6 +44,7 @@ CHANGED: dict[str, Any] = {
     "router.tenants.api_keys": ["another-key"],
     "router.admin_key": "admin",
     "router.policy.kind": "round_robin",
+    "router.policy.options": {"depth": 2},
     "cache.chunk_tokens": 512,
     "cache.share": "on",
     "cache.load_when": "always",
@@ -60,6 +62,14 @@ CHANGED: dict[str, Any] = {
     "cache.remote.admission": "always",
     "cache.save_mib_in_flight": 512,
     "cache.staging_mib": 128,
+    "transfer.kind": "off",
+    "transfer.backends": ["UCX", "POSIX"],
+    "transfer.buffer": "cpu",
+    "router.prefill.when": "always",
+    "router.prefill.min_tokens": 1024,
+    "router.prefill.on_no_prefill": "reject",
+    "router.prefill.save": False,
+    "router.prefill.soft_roles": False,
     "http.route_prefix": "/other",
     "placement.use_roles": True,
     "placement.max_replicas_per_node": 1,
@@ -69,10 +79,14 @@ CHANGED: dict[str, Any] = {
 
 
 def base(row: Row) -> dict[str, Any]:
-    """A simulated engine's fields matter to a cluster that has one."""
+    """A simulated engine's fields matter to a cluster that has one, and options to a policy of one's own."""
     data = copy.deepcopy(BASE)
+    if row.path == "router.policy.options":
+        data["router"]["policy"] = {"kind": "package.module:Class"}
     if row.path.startswith("engine.sim."):
         data["engine"]["kind"] = "sim"
+    if row.path.startswith("transfer."):
+        data["transfer"] = {"kind": "nixl"}
     return data
 
 
@@ -149,8 +163,14 @@ def test_a_change_costs_what_the_reference_says(row: Row) -> None:
 
 def test_another_pool_restarts_the_routers_that_must_know_it_and_no_other_pool() -> None:
     more = copy.deepcopy(BASE)
-    more["pools"].append({"role": "prefill"})
+    more["pools"].append({"role": "decode"})
     assert observed(parts(BASE), parts(more)) == "routers"
+
+
+def test_the_first_prefill_pool_restarts_the_replicas_that_are_to_fetch_from_it() -> None:
+    more = copy.deepcopy(BASE)
+    more["pools"].append({"role": "prefill"})
+    assert observed(parts(BASE), parts(more)) == "both"
 
 
 def test_an_unchanged_configuration_changes_nothing() -> None:

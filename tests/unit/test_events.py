@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cache_store.events import (
     KEY_BYTES,
+    MAX_SHARES,
     ChunkKey,
     Delta,
     FrameReader,
@@ -15,6 +16,7 @@ from cache_store.events import (
     Load,
     Message,
     ProtocolError,
+    Share,
     Snapshot,
     encode_frame,
     pack_keys,
@@ -25,6 +27,9 @@ numbers = st.integers(0, 2**63 - 1)
 tiers = st.sampled_from(["hbm", "dram", "disk", "remote"])
 keys = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=4).map(b"".join)
 rates = st.floats(0, 1e9)
+shares = st.builds(
+    Share, st.text(max_size=64), seen=numbers, requests=numbers, prefilling=numbers, prefill_tokens=numbers
+)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         Hello, version=numbers, holder=st.text(), epoch=numbers, identity=st.binary(), chunk_tokens=numbers
@@ -41,6 +46,8 @@ messages: st.SearchStrategy[Message] = st.one_of(
         decode_rate=rates,
         http_requests=numbers,
         draining=st.booleans(),
+        prefilling=numbers,
+        shares=st.lists(shares, max_size=3).map(tuple),
     ),
 )
 
@@ -113,3 +120,20 @@ def test_keys_come_back_as_they_were(given_keys: list[ChunkKey]) -> None:
 def test_keys_cut_short_are_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="33 bytes"):
         unpack_keys(bytes(33))
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [(Share("r", requests=-1),), (Share("r" * 65),), (Share("r"),) * (MAX_SHARES + 1)],
+    ids=["a negative count", "a long name", "too many"],
+)
+def test_shares_that_no_replica_would_tell_are_refused(shares: tuple[Share, ...]) -> None:
+    frame = encode_frame(Load(0, 0, 0, 0.0, 0.0, 0.0, shares=shares))
+    with pytest.raises(ProtocolError, match="shares"):
+        list(FrameReader().feed(frame))
+
+
+def test_a_router_without_requests_has_an_empty_share() -> None:
+    load = Load(0, 0, 0, 0.0, 0.0, 0.0, shares=(Share("a", 7, 1, 1, 90), Share("b", 2, 1)))
+    assert load.share("a").prefill_tokens == 90
+    assert load.share("c") == Share("c")

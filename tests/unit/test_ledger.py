@@ -7,7 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from cache_store.events import Share
 from router.ledger import Ledger, OwnLoad, Reservation
+from workers.messages import pack_reservation, unpack_reservation
 
 REPLICAS = ("a", "b", "c")
 
@@ -118,13 +120,17 @@ LedgerAgainstList.TestCase.settings = settings(max_examples=50, stateful_step_co
 test_counters_are_sums_over_open_reservations = LedgerAgainstList.TestCase
 
 
+def share(ledger: Ledger, seen: int, requests: int, prefilling: int, prefill_tokens: int) -> Share:
+    return Share(ledger.router, seen, requests, prefilling, prefill_tokens)
+
+
 def test_prompts_that_a_replica_has_computed_weigh_no_more_though_no_token_was_seen() -> None:
     ledger = Ledger()
     first, second, later = (ledger.reserve("a", name, 100) for name in ("first", "second", "later"))
     second.release()
     elsewhere = ledger.reserve("b", "elsewhere", 100)
-    ledger.prefilled("a", second.number)
-    ledger.prefilled("nobody", 99)
+    ledger.reported("a", share(ledger, seen=second.number, requests=1, prefilling=0, prefill_tokens=0))
+    ledger.reported("nobody", share(ledger, seen=99, requests=9, prefilling=0, prefill_tokens=0))
     assert (ledger.load("a").prefill_tokens, ledger.load("a").open_requests) == (100, 2)
     assert [each.state for each in (first, second, later, elsewhere)] == [
         "running",
@@ -136,3 +142,41 @@ def test_prompts_that_a_replica_has_computed_weigh_no_more_though_no_token_was_s
     first.release()
     ledger.check_integrity()
     assert ledger.load("a").open_requests == 1
+
+
+def test_a_prefill_that_is_under_way_weighs_what_the_replica_says_is_left_of_it() -> None:
+    ledger = Ledger()
+    first = ledger.reserve("a", "first", 1000)
+    ledger.reported("a", share(ledger, seen=1, requests=1, prefilling=1, prefill_tokens=400))
+    assert ledger.load("a").prefill_tokens == 400
+    on_its_way = ledger.reserve("a", "on its way", 70)
+    assert ledger.load("a").prefill_tokens == 470
+    first.first_token()
+    assert ledger.load("a").prefill_tokens == 70
+    on_its_way.release()
+    assert ledger.load("a").prefill_tokens == 0
+    ledger.check_integrity()
+
+
+def test_a_request_that_was_overtaken_on_its_way_keeps_its_weight() -> None:
+    ledger = Ledger()
+    overtaken, first = ledger.reserve("a", "overtaken", 1000), ledger.reserve("a", "first", 10)
+    ledger.reported("a", share(ledger, seen=first.number, requests=1, prefilling=0, prefill_tokens=0))
+    assert ledger.load("a").prefill_tokens == 1010
+    assert overtaken.state == "prefilling"
+    ledger.reported("a", share(ledger, seen=first.number, requests=2, prefilling=1, prefill_tokens=900))
+    assert ledger.load("a").prefill_tokens == 900
+
+
+def test_a_replica_never_makes_a_prompt_weigh_more_than_the_router_thought() -> None:
+    ledger = Ledger()
+    ledger.reserve("a", "r", 100)
+    ledger.reported("a", share(ledger, seen=1, requests=1, prefilling=1, prefill_tokens=5000))
+    assert ledger.load("a").prefill_tokens == 100
+
+
+def test_every_router_has_a_name_of_its_own_which_its_reservations_carry() -> None:
+    one, other = Ledger(), Ledger()
+    assert one.router != other.router
+    name = one.reserve("a", "r", 12).name
+    assert unpack_reservation(pack_reservation(name)) == (one.router, 1, 12)

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.messages import pack_prompts, unpack_prompts
+from workers.messages import (
+    ReservationName,
+    pack_prompts,
+    pack_reservation,
+    unpack_prompts,
+    unpack_reservation,
+)
 
 prompts_lists = st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=50), min_size=1, max_size=5)
 
@@ -38,3 +44,19 @@ def test_garbage_is_refused_or_taken_apart_without_loss(data: bytes, lengths: st
     except ValueError:
         return
     assert pack_prompts(body, [array("I", prompt) for prompt in prompts])[0] == data
+
+
+@given(st.from_regex(r"[0-9a-f]{16}", fullmatch=True), st.integers(0, 10**18 - 1), st.integers(0, 10**18 - 1))
+def test_reservations_come_back_as_they_were(router: str, number: int, tokens: int) -> None:
+    name = ReservationName(router, number, tokens)
+    assert unpack_reservation(pack_reservation(name)) == name
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "x", "0123456789abcdef:1", "0123456789abcdef:1:-1", "0123456789ABCDEF:1:1", "0123456789abcdef:1:1:1",
+     "0123456789abcdef:1:1\n", "0123456789abcdef:1:" + "9" * 19, "0123456789abcdef:\u0661:1"],
+)  # fmt: skip
+def test_what_names_no_reservation_is_refused(header: str) -> None:
+    with pytest.raises(ValueError, match="ROUTER:NUMBER:TOKENS"):
+        unpack_reservation(header)

@@ -44,6 +44,19 @@ def test_what_happened_is_counted() -> None:
     assert found["request_seconds_sum",] == 1.2
 
 
+def test_predictions_stand_beside_what_was_measured() -> None:
+    metrics = RouterMetrics()
+    metrics.predicted(1.2, 1.0)
+    metrics.predicted(0.5, 2.0)
+    metrics.predicted(1.0, 0.0)
+    found = samples(metrics)
+    assert found["predicted_ttft_seconds_total",] == 2.7
+    assert found["served_ttft_seconds_total",] == 3.0
+    assert found["ttft_error_ratio_count",] == 2, "nothing is a part of nothing"
+    assert found["ttft_error_ratio_bucket", "0.25"] == 1
+    assert found["ttft_error_ratio_bucket", "0.8"] == 2
+
+
 def test_sizes_are_asked_for_at_every_scrape() -> None:
     metrics, waiting, chunks = RouterMetrics(), [1, 2, 3], {"a", "b"}
     metrics.watch_queue(lambda: len(waiting))

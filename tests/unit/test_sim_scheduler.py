@@ -131,7 +131,7 @@ def test_abort_frees_every_block_at_once(until):
         scheduler.abort(each, until)
         scheduler.check_integrity()
     load = scheduler.load(until)
-    assert (load.waiting, load.running, load.prefill_tokens, load.kv_used) == (0, 0, 0, 0.0)
+    assert (load.waiting, load.running, load.kv_used) == (0, 0, 0.0)
     assert scheduler.next_at() is None
 
 
@@ -144,21 +144,14 @@ def test_the_next_in_line_starts_when_a_prefill_is_aborted():
     assert scheduler.next_at() == pytest.approx(0.7)
 
 
-def test_load_counts_the_tokens_that_are_left_to_prefill():
-    scheduler = make()
-    scheduler.add(sequence(range(50), max_tokens=1), 0.0)
-    scheduler.add(sequence(range(100, 140), max_tokens=1), 0.0)
-    assert scheduler.load(0.0).prefill_tokens == 90
-    assert scheduler.load(0.25).prefill_tokens == 65
-
-
-def test_a_queued_hit_counts_only_what_it_will_compute():
+def test_a_sequence_knows_on_arrival_what_it_will_compute():
     scheduler = make()
     scheduler.add(sequence(range(50), max_tokens=1), 0.0)
     run(scheduler)
-    scheduler.add(sequence(range(200, 210), max_tokens=1), 1.0)
-    scheduler.add(sequence(range(50), max_tokens=1), 1.0)
-    assert scheduler.load(1.0).prefill_tokens == 10 + 2
+    new, hit = sequence(range(200, 210), max_tokens=1), sequence(range(50), max_tokens=1)
+    scheduler.add(new, 1.0)
+    scheduler.add(hit, 1.0)
+    assert (new.expected_tokens, hit.expected_tokens) == (10, 2)
 
 
 def test_rates_are_measured_on_the_clock_and_not_read_from_the_model():

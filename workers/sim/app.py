@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from workers.engine import EngineUnhealthyError
+from workers.handover import FirstHalf
 from workers.request_record import current_request
 from workers.sim import answers
 from workers.sim.answers import Answer, ChatAnswer, CompletionAnswer
@@ -36,6 +37,7 @@ from workers.sim.requests import (
     read,
     render,
 )
+from workers.sim.sequence import Sampling
 from workers.sim.tokens import decode, encode
 
 if TYPE_CHECKING:
@@ -121,7 +123,15 @@ class SimApp:
             await connection.wait_until_gone()
         record = current_request.get()
         salt = request.salt if record is None else record.salt
-        generation = self._engine.submit(request.prompts, request.choices, adapter=adapter, salt=salt)
+        if record is not None and record.first_half is not None:
+            if fault == "die_before_token":
+                await connection.drop()
+            await self._first_half(connection, request, adapter, salt, record.first_half)
+            return
+        fetch = record.fetch if record is not None else None
+        generation = self._engine.submit(
+            request.prompts, request.choices, adapter=adapter, salt=salt, fetch=fetch
+        )
         watcher = asyncio.create_task(self._abort_when_gone(connection, generation))
         try:
             reply = (StreamReply if request.stream else WholeReply)(connection, request, answer, generation)
@@ -129,6 +139,23 @@ class SimApp:
                 await reply.start()
                 await connection.drop()
             await reply.run(self._engine.faults.after_tokens if fault == "die_mid_stream" else None)
+        finally:
+            self._engine.abort(generation)
+            watcher.cancel()
+
+    async def _first_half(
+        self, connection: Connection, request: GenerationRequest, adapter: str, salt: str, half: FirstHalf
+    ) -> None:
+        if len(request.prompts) != 1 or request.prompts[0].media:
+            half.refusal = "it has several prompts, or one that is more than tokens"
+            return
+        choices = [Sampling(max_tokens=1, keep=half.name)]
+        generation = self._engine.submit(request.prompts, choices, adapter=adapter, salt=salt)
+        watcher = asyncio.create_task(self._abort_when_gone(connection, generation))
+        try:
+            async for outputs in generation.outputs():
+                if any(output.finish_reason is not None for _, output in outputs):
+                    self._engine.keep(half, generation, adapter)
         finally:
             self._engine.abort(generation)
             watcher.cancel()

@@ -16,16 +16,19 @@ from cache_store.config import CacheConfig
 from cache_store.keys import EngineIdentity
 from workers.config import EngineConfig, ModelConfig
 from workers.engine import EngineInfo, EngineLoad, EngineUnhealthyError
+from workers.handover import Fetch, FirstHalf, Handover, prompt_digest
 from workers.kv_events import KVEventSink
 from workers.request_record import current_request
 from workers.sim.app import SimApp
 from workers.sim.block_cache import BlockCache, Content
 from workers.sim.faults import Faults
 from workers.sim.generation import EngineStoppedError, Generation, PromptTooLongError
+from workers.sim.handover import appear, disappear, engine_id, is_there, sim_transfer
 from workers.sim.scheduler import Scheduler
 from workers.sim.sequence import Sampling
 from workers.sim.sequence import Sequence as Stream
 from workers.sim.tokens import RenderedPrompt
+from workers.transfer import TransferConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +58,16 @@ class SimEngine:
         model: ModelConfig,
         cache: CacheConfig,
         clock: Callable[[], float] = time.monotonic,
+        transfer: TransferConfig | None = None,
     ) -> None:
+        """`transfer`: None where no prompt is computed by one engine for another."""
         self._config = config.sim
+        self._hold_s = transfer.hold_s if transfer is not None and transfer.kind != "off" else 0
+        self._id = engine_id()
+        self._delayed: dict[Stream, asyncio.TimerHandle] = {}
+        """Sequences whose KV is on its way."""
+        self._holds: dict[str, asyncio.TimerHandle] = {}
+        """Blocks that are kept for others, and when they are freed."""
         self._clock = clock
         self._sink: KVEventSink | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -72,6 +83,7 @@ class SimEngine:
 
     async def start(self, sink: KVEventSink) -> None:
         self._sink = sink
+        appear(self._id, self)
 
     async def check_health(self) -> None:
         if self.faults.kind == "unhealthy":
@@ -94,8 +106,10 @@ class SimEngine:
         *,
         adapter: str = "",
         salt: str = "",
+        fetch: Fetch | None = None,
     ) -> Generation:
-        """Queue every prompt with every choice. Raises PromptTooLongError, and EngineStoppedError."""
+        """Queue every prompt with every choice; with `fetch`, once the KV from there has come. Raises
+        PromptTooLongError, and EngineStoppedError."""
         if self._sink is None:
             raise EngineStoppedError("the engine is not running")
         for prompt in prompts:
@@ -118,11 +132,17 @@ class SimEngine:
             for prompt in prompts
             for choice in choices
         ]
-        generation = Generation(streams, current_request.get())
+        record = current_request.get()
+        generation = Generation(streams, record)
         for stream in streams:
             self._owners[stream] = generation
             self.counters.prompt_tokens += stream.prompt_tokens
-            self.scheduler.add(stream, now)
+            if fetch is not None and self._may_fetch(fetch, stream):
+                self._delay(stream, fetch.handover)
+            else:
+                self.scheduler.add(stream, now)
+            if record is not None:
+                record.begin_prefill(stream.expected_tokens, measured=True)
         self._publish()
         self._arm()
         return generation
@@ -132,7 +152,7 @@ class SimEngine:
         now = self._clock()
         for stream in generation.streams:
             if self._owners.pop(stream, None) is not None:
-                self.scheduler.abort(stream, now)
+                self._abort(stream, now)
                 self.counters.aborted += 1
         generation.close()
         self._publish()
@@ -147,28 +167,91 @@ class SimEngine:
         self.scheduler.check_integrity()
         assert all(not stream.finished for stream in self._owners)
         load = self.load()
-        assert load.waiting + load.running == len(self._owners)
+        assert load.waiting + load.running + len(self._delayed) == len(self._owners)
+        assert all(self.scheduler.keeps(name) for name in self._holds)
+
+    # Prompts that are computed by one engine for another.
+
+    def keep(self, half: FirstHalf, generation: Generation, adapter: str) -> None:
+        """The generation was the prefill of a first half, with `Sampling.keep`: note what is kept now."""
+        (stream,) = generation.streams
+        tokens = stream.content.tokens[: stream.prompt_tokens]
+        half.handover = Handover(
+            half.name, self._id, half.name, len(tokens), prompt_digest(adapter, tokens), self._hold_s
+        )
+        loop = asyncio.get_running_loop()
+        self._holds[half.name] = loop.call_later(self._hold_s, self._let_go, half.name)
+
+    def keeps(self, name: str) -> bool:
+        return self.scheduler.keeps(name)
+
+    async def release(self, handover: Handover) -> None:
+        self._let_go(handover.request)
+
+    def _let_go(self, name: str) -> None:
+        hold = self._holds.pop(name, None)
+        if hold is not None:
+            hold.cancel()
+            self.scheduler.let_go(name, self._clock())
+            self._publish()
+            self._arm()
+
+    def _may_fetch(self, fetch: Fetch, stream: Stream) -> bool:
+        """What is there is checked once it should have come, as a transfer fails in the middle."""
+        content = stream.content
+        if content.media or fetch.handover.digest != prompt_digest(content.adapter, content.tokens):
+            fetch.skipped = "it is of another prompt"
+        elif time.monotonic() >= fetch.until:
+            fetch.skipped = "it came too late"
+        return not fetch.skipped
+
+    def _delay(self, stream: Stream, handover: Handover) -> None:
+        """Queue the sequence when the KV that it lacks has come."""
+        content, block = stream.content, self.blocks.block_tokens
+        content.extend_chain(len(content.tokens) - 1, block)
+        missing = max(0, handover.tokens - self.blocks.match(content.chain) * block)
+        stream.expected_tokens = 1
+        self._delayed[stream] = asyncio.get_running_loop().call_later(
+            missing / self._config.transfer_tokens_per_s, self._arrive, stream, handover
+        )
+
+    def _arrive(self, stream: Stream, handover: Handover) -> None:
+        del self._delayed[stream]
+        if is_there(handover):
+            stream.fetched_tokens = handover.tokens
+        self.scheduler.add(stream, self._clock())
+        self._publish()
+        self._arm()
+
+    def _abort(self, stream: Stream, now: float) -> None:
+        delayed = self._delayed.pop(stream, None)
+        if delayed is None:
+            self.scheduler.abort(stream, now)
+        else:
+            delayed.cancel()
 
     def _describe(self, model: ModelConfig, cache: CacheConfig) -> EngineInfo:
         sim, name = self._config, model.served_name or _DEFAULT_NAME
         adapters = {public: _engine_name(public, folder) for public, folder in model.adapters.items()}
+        identity = EngineIdentity(
+            model=f"sim:{name}",
+            kv_dtype="none",
+            layers=1,
+            kv_heads=1,
+            head_size=1,
+            block_tokens=sim.block_tokens,
+            chunk_tokens=cache.chunk_tokens,
+            layout="sim",
+            platform="sim",
+        )
         return EngineInfo(
-            identity=EngineIdentity(
-                model=f"sim:{name}",
-                kv_dtype="none",
-                layers=1,
-                kv_heads=1,
-                head_size=1,
-                block_tokens=sim.block_tokens,
-                chunk_tokens=cache.chunk_tokens,
-                layout="sim",
-                platform="sim",
-            ),
+            identity=identity,
             block_tokens=sim.block_tokens,
             # A sequence must fit into the cache alone, or it would wait for ever.
             max_model_len=min(sim.max_model_len, sim.blocks * sim.block_tokens),
             models=(name, *adapters),
             adapters=adapters,
+            transfer=sim_transfer(self._id, identity) if self._hold_s else None,
         )
 
     def _within_context(self, choice: Sampling, prompt_tokens: int) -> Sampling:
@@ -214,14 +297,18 @@ class SimEngine:
 
     def _stop(self, error: EngineStoppedError) -> None:
         self._sink = None
+        disappear(self._id)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        for name in list(self._holds):
+            self._holds.pop(name).cancel()
+            self.scheduler.let_go(name, self._clock())
         for generation in dict.fromkeys(self._owners.values()):
             generation.fail(error)
         now = self._clock()
         for stream in self._owners:
-            self.scheduler.abort(stream, now)
+            self._abort(stream, now)
         self._owners.clear()
 
 

@@ -63,7 +63,10 @@ class Generation:
         if stream not in self._started:
             self._started.add(stream)
             if self._record is not None:
-                self._record.note_first_output(stream.prompt_tokens, stream.cached_tokens)
+                tiers = {"hbm": stream.cached_tokens}
+                if stream.fetched_tokens:
+                    tiers["nixl"] = stream.fetched_tokens
+                self._record.note_first_output(stream.prompt_tokens, sum(tiers.values()), tiers)
         output = stream.take()
         if output.finish_reason is not None:
             self._left -= 1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from workers.config import SimConfig
 from workers.engine import EngineLoad
 from workers.rates import RateMeter
-from workers.sim.block_cache import BlockCache
+from workers.sim.block_cache import BlockCache, Lease
 from workers.sim.latency import LatencyModel
 from workers.sim.sequence import Sequence
 
@@ -40,6 +40,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._prefill: _Prefill | None = None
         self._step: _DecodeStep | None = None
+        self._kept: dict[str, Lease] = {}
         self._prefill_meter = RateMeter()
         self._decode_meter = RateMeter()
         self.preemptions = 0
@@ -47,6 +48,8 @@ class Scheduler:
         """Prompt tokens computed so far."""
         self.cached_tokens = 0
         """Prompt tokens found in the cache so far."""
+        self.fetched_tokens = 0
+        """Prompt tokens that came from other engines so far."""
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a sequence. It must fit into the cache alone."""
@@ -72,6 +75,17 @@ class Scheduler:
         self._release(sequence)
         self._start_prefill(now)
 
+    def keeps(self, name: str) -> bool:
+        """Whether blocks are kept under that name for another engine."""
+        return name in self._kept
+
+    def let_go(self, name: str, now: float) -> None:
+        """Free the blocks that are kept under that name, if any."""
+        lease = self._kept.pop(name, None)
+        if lease is not None:
+            self._cache.release(lease)
+            self._start_prefill(now)
+
     def next_at(self) -> float | None:
         """When the next thing is due; None while there is nothing to do."""
         times = [due.ends for due in (self._prefill, self._step) if due is not None]
@@ -96,15 +110,9 @@ class Scheduler:
         return list(touched)
 
     def load(self, now: float) -> EngineLoad:
-        backlog = sum(sequence.expected_tokens for sequence in self._waiting)
-        if self._prefill is not None:
-            span = self._prefill.ends - self._prefill.started
-            left = (self._prefill.ends - now) / span if span > 0 else 0.0
-            backlog += round(self._prefill.tokens * min(1.0, max(0.0, left)))
         return EngineLoad(
             waiting=len(self._waiting),
             running=len(self._running) + (self._prefill is not None),
-            prefill_tokens=backlog,
             kv_used=self._cache.used / self._cache.capacity,
             prefill_rate=self._prefill_meter.rate,
             decode_rate=self._decode_meter.rate,
@@ -124,7 +132,11 @@ class Scheduler:
             sequence.cached_tokens = cached
             self.cached_tokens += cached
         sequence.lease = lease
-        tokens = len(sequence.content.tokens) - cached
+        fetched = max(0, min(sequence.fetched_tokens, len(sequence.content.tokens) - 1) - cached)
+        if not sequence.generated:
+            sequence.fetched_tokens = fetched
+            self.fetched_tokens += fetched
+        tokens = len(sequence.content.tokens) - cached - fetched
         started = max(at, sequence.arrival)
         self._prefill = _Prefill(sequence, tokens, started, started + self._latency.prefill_s(tokens))
 
@@ -137,7 +149,7 @@ class Scheduler:
         self._cache.store(sequence.lease, sequence.content, sequence.computed)
         sequence.sample()
         if sequence.finished:
-            self._release(sequence)
+            self._end(sequence)
         else:
             sequence.joined_at = at
             self._running.append(sequence)
@@ -170,7 +182,7 @@ class Scheduler:
             self._cache.store(sequence.lease, sequence.content, sequence.computed)
         sequence.sample()
         if sequence.finished:
-            self._release(sequence)
+            self._end(sequence)
 
     def _take_block(self, sequence: Sequence) -> bool:
         """A block for the next token, at the cost of the youngest streams; False when it was itself the
@@ -192,8 +204,13 @@ class Scheduler:
         self._running.remove(sequence)
         self._release(sequence)
         sequence.computed = 0
-        sequence.expected_tokens = len(sequence.content.tokens)
         self._waiting.appendleft(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        keep = sequence.sampling.keep
+        if keep and sequence.lease is not None:
+            self._kept[keep], sequence.lease = sequence.lease, None
+        self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is not None:
@@ -210,4 +227,5 @@ class Scheduler:
         assert all(not sequence.finished for sequence in (*active, *self._waiting))
         assert all(sequence.lease is None for sequence in self._waiting)
         assert (self._step is not None) == bool(self._running)
-        self._cache.check_integrity([sequence.lease for sequence in active if sequence.lease is not None])
+        leases = [sequence.lease for sequence in active if sequence.lease is not None]
+        self._cache.check_integrity([*leases, *self._kept.values()])

@@ -29,6 +29,8 @@ class Sampling:
     """How one sequence is to be continued."""
 
     max_tokens: int
+    keep: str = ""
+    """Name under which the blocks stay after the end, for another engine to fetch; empty for none."""
     may_end: bool = False
     """Whether the text may end by itself, which it then does after 128 tokens in the mean."""
     stop: tuple[str, ...] = ()
@@ -65,6 +67,8 @@ class Sequence:
         """Prompt tokens that were found in the cache when the sequence was first admitted."""
         self.expected_tokens = self.prompt_tokens
         """Prompt tokens that will have to be computed, as guessed on arrival."""
+        self.fetched_tokens = 0
+        """Prompt tokens whose KV has come from another engine before the sequence was queued."""
         self.lease: Lease | None = None
         self.joined_at = 0.0
         self.finish_reason: FinishReason | None = None

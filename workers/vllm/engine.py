@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ import psutil
 from starlette.types import ASGIApp
 
 from cache_store.config import CacheConfig
+from cache_store.keys import EngineIdentity
 from workers.admissions import Admissions
 from workers.config import EngineConfig, ModelConfig
 from workers.cores import CoreLease, lease_cores, running_on, split_cores
 from workers.engine import EngineInfo, EngineLoad, EngineUnhealthyError
+from workers.handover import Handover
 from workers.kv_events import KVEventSink
 from workers.placement import ranks
 from workers.store_address import StoreAddress
+from workers.transfer import Transfer, TransferConfig
 from workers.vllm.events import EventReader
 from workers.vllm.transfer_config import NAME
 
@@ -49,15 +53,22 @@ class VllmEngine:
         cache: CacheConfig,
         cores: int = 0,
         store: StoreAddress | None = None,
+        transfer: TransferConfig | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         """`cores`: how many an engine on the CPU has to itself; 0 leaves it on any. `store`: where KV is shared,
-        unless `cache.share` is off."""
+        unless `cache.share` is off. `transfer`: None where no prompt is computed by one engine for another. `host`:
+        address at which other engines reach this one."""
         self._config = config
         self._model = model
         self._cache = cache
         self._cores = cores
         self._store = store if cache.share != "off" else None
         self._admissions = Admissions() if self._store is not None else None
+        self._transfer = transfer if transfer is not None and transfer.kind != "off" else None
+        self._host = host
+        self._nixl_args: dict[str, Any] | None = None
+        self._no_transfer = ""
         self._lease: CoreLease | None = None
         self._folder: Path | None = None
         self._llm: Any = None
@@ -68,6 +79,7 @@ class VllmEngine:
 
     async def start(self, sink: KVEventSink) -> None:
         os.environ.update(self._config.env)
+        await asyncio.to_thread(self._prepare_transfer)
         cores = await asyncio.to_thread(self._take_cores)
         self._folder = _socket_folder()
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -84,13 +96,13 @@ class VllmEngine:
         revision = self._config.args.get("revision")
         weights = await asyncio.to_thread(weights_of, self._model.path, revision)
         extra = self._extra_args(names) + self._store_args(weights)
-        args = parse_engine_args(self._model.path, self._model.served_name, self._config.args, extra)
+        args = parse_engine_args(self._model.path, self._model.served_name, self._args, extra)
         # vLLM's uni executor binds no threads at all.
         with running_on(cores), self._explained():
             self._llm = ObservedLLM.from_engine_args(
                 AsyncEngineArgs.from_cli_args(args), stat_loggers=[self._stats.factory]
             )
-        self._llm.observe(self._admissions)
+        self._llm.observe(self._admissions, self._transfer.hold_s if self._transfer is not None else 0.0)
         install(self._llm.renderer)
         self._reader = asyncio.create_task(EventReader(*self._endpoints(), sink).run())
         tasks = await self._llm.get_supported_tasks()
@@ -101,6 +113,43 @@ class VllmEngine:
         self.app = app
         self.info = self._describe(weights, names)
         self._answered_at = time.monotonic()
+
+    def _prepare_transfer(self) -> None:
+        """Raises RuntimeError where NIXL is insisted on and can't start."""
+        if self._transfer is None:
+            return
+        from workers.vllm.nixl import side_channel, why_no_nixl
+
+        # Our own connector tells what became of a transfer, and there is none where nothing is shared.
+        reason = why_no_nixl(self._transfer.backends) if self._store is not None else "cache.share is off"
+        if not reason:
+            os.environ.update(side_channel(self._host, self._config.env))
+            return
+        if self._transfer.kind == "nixl":
+            raise RuntimeError(f"transfer.kind is nixl, and KV can't be handed over by NIXL here: {reason}")
+        logger.warning(
+            "KV can't be handed over by NIXL here (%s): this replica computes prompts itself, or loads them from the "
+            "store",
+            reason,
+        )
+        self._transfer, self._no_transfer = None, reason
+
+    @property
+    def _args(self) -> dict[str, Any]:
+        """vLLM's arguments, with what moves KV between engines."""
+        if self._transfer is None:
+            return self._config.args
+        from workers.vllm.nixl import with_nixl
+
+        if self._nixl_args is None:
+            self._nixl_args = with_nixl(self._config.args, self._transfer, self._platform())
+        return self._nixl_args
+
+    @staticmethod
+    def _platform() -> str:
+        from vllm.platforms import current_platform
+
+        return str(current_platform.device_type)
 
     def _take_cores(self) -> tuple[int, ...]:
         """Empty for an engine that runs on GPUs, and where the configuration binds the threads itself."""
@@ -148,7 +197,7 @@ class VllmEngine:
             "load_when": self._store.load_when,
             "report": str(self._report_file),
         }
-        return ["--kv-transfer-config", json.dumps(transfer_config(self._config.args, extra_config))]
+        return ["--kv-transfer-config", json.dumps(transfer_config(self._args, extra_config))]
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -189,6 +238,22 @@ class VllmEngine:
             max_model_len=config.model_config.max_model_len,
             models=(self._model.served_name, *adapters),
             adapters=adapters,
+            transfer=self._describe_transfer(identity),
+            no_transfer=self._no_transfer,
+        )
+
+    def _describe_transfer(self, identity: EngineIdentity) -> Transfer | None:
+        if self._transfer is None:
+            return None
+        from workers.vllm.identity import transfer_of
+
+        return transfer_of(self._llm.vllm_config, identity)
+
+    async def release(self, handover: Handover) -> None:
+        from workers.vllm.nixl import RELEASE
+
+        await self._llm.notify_kv_transfer_request_rejected(
+            f"release-{uuid.uuid4().hex}", {RELEASE: handover.request}
         )
 
     async def check_health(self) -> None:
@@ -232,7 +297,6 @@ class VllmEngine:
         return EngineLoad(
             waiting=stats.waiting,
             running=stats.running,
-            prefill_tokens=self._llm.prefill_backlog,
             kv_used=stats.kv_used,
             prefill_rate=self._llm.prefill_rate.rate,
             decode_rate=self._llm.decode_rate.rate,

@@ -7,6 +7,7 @@ from typing import Any
 
 from cache_store.keys import EngineIdentity
 from workers.fingerprint import model_id
+from workers.transfer import KVLayout, Transfer
 
 
 def engine_identity(config: Any, model: str, chunk_tokens: int, layout: str | None = None) -> EngineIdentity:
@@ -47,6 +48,27 @@ def engine_identity(config: Any, model: str, chunk_tokens: int, layout: str | No
 def weights_of(path: str, revision: str | None) -> str:
     """Name of a model's weights by content. Slow the first time: tens of gigabytes may be read."""
     return model_id(path, revision=revision)
+
+
+def transfer_of(config: Any, identity: EngineIdentity) -> Transfer:
+    """What an engine of this VllmConfig says of itself to those that would fetch its KV by NIXL."""
+    import vllm
+
+    layout = KVLayout(
+        model=identity.model,
+        engine=f"vllm {vllm.__version__}",
+        kv_dtype=identity.kv_dtype,
+        layers=identity.layers,
+        kv_heads=identity.kv_heads,
+        head_size=identity.head_size,
+        block_tokens=identity.block_tokens,
+        layout=identity.layout,
+        platform=identity.platform,
+        tensor_parallel=identity.tensor_parallel,
+        pipeline_parallel=identity.pipeline_parallel,
+        latent=bool(config.model_config.use_mla),
+    )
+    return Transfer("nixl", config.kv_transfer_config.engine_id, layout)
 
 
 def kv_layout(config: Any) -> str:

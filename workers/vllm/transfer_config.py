@@ -10,6 +10,8 @@ from workers.vllm.arguments import EngineArgumentError
 
 NAME = "MantaConnector"
 MODULE = "workers.vllm.connector"
+POLICY = {"kv_load_failure_policy": "recompute"}
+"""A failed load is computed. vLLM's default is to fail the request."""
 _ARGUMENT = "kv-transfer-config"
 
 
@@ -25,21 +27,20 @@ def transfer_config(args: Mapping[str, Any], extra_config: Mapping[str, Any]) ->
         "kv_role": "kv_both",
         "kv_connector_extra_config": dict(extra_config),
     }
-    # A failed load is computed. vLLM's default is to fail the request.
-    policy = {"kv_load_failure_policy": "recompute"}
-    given = _given(args)
+    given = given_transfer_config(args)
     if not given:
-        return ours | policy
+        return ours | POLICY
     engine_id = {key: given.pop(key) for key in ("engine_id",) if key in given}
     others = [given]
     if given.get("kv_connector") == "MultiConnector":
         others = list(given.get("kv_connector_extra_config", {}).get("connectors", []))
     # Of both roles, whatever the other connector's is: loads must not meet a step that still writes.
     multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
-    return multi | engine_id | policy | {"kv_connector_extra_config": {"connectors": [*others, ours]}}
+    return multi | engine_id | POLICY | {"kv_connector_extra_config": {"connectors": [*others, ours]}}
 
 
-def _given(args: Mapping[str, Any]) -> dict[str, Any]:
+def given_transfer_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configuration asks for itself; empty for nothing. Raises EngineArgumentError for what is no mapping."""
     found: dict[str, Any] = {}
     for name, value in args.items():
         option = name.replace("_", "-")
