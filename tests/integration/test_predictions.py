@@ -16,6 +16,9 @@ from router.decision_log import Decision
 from tests.integration.in_process import Cluster, Node, prompt, running, until, words
 from workers.sim.latency import LatencyModel
 
+# In real time: a machine that is busy with something else adds errors that are not the router's.
+pytestmark = pytest.mark.long
+
 REQUESTS = 240
 RATE = 14.0
 """Requests per second, a half of what the replicas could do at their slowest."""
