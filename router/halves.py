@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 _NOTHING_KEPT = frozenset({"connect", "refused", "failed"})
 """Ways in which a first half ends where the replica surely keeps nothing."""
 
+_WARN_EVERY_S = 60.0
+_warned: dict[str, float] = {}
+"""By reason, when it was logged last."""
+
 
 @dataclass(frozen=True)
 class PrefillPlace:
@@ -66,12 +70,14 @@ class Half:
             return True
         self.failure = outcome
         self._may_keep = outcome.reason not in _NOTHING_KEPT
-        logger.warning(
-            "replica %s did not compute a prompt for another (%s): %s",
-            self.place.replica.id,
-            outcome.reason,
-            outcome.error or "see its log",
-        )
+        if time.monotonic() - _warned.get(outcome.reason, float("-inf")) > _WARN_EVERY_S:
+            _warned[outcome.reason] = time.monotonic()
+            logger.warning(
+                "replica %s did not compute a prompt for another (%s): %s; further ones are counted, for a minute",
+                self.place.replica.id,
+                outcome.reason,
+                outcome.error or "see its log",
+            )
         return True
 
     def for_second(self, body: bytes) -> tuple[bytes, dict[str, str]]:

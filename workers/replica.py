@@ -90,7 +90,7 @@ class Replica:
         if spec.engine.kind == "sim":
             from workers.sim.engine import SimEngine
 
-            sim = SimEngine(spec.engine, spec.model, spec.cache)
+            sim = SimEngine(spec.engine, spec.model, spec.cache, transfer=spec.transfer)
             return HostedReplica(
                 replica_id, spec.pool.role, sim, spec.cache, spec.secret, loses=sim.faults.take_lost_delta
             )

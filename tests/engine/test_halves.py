@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -188,7 +189,8 @@ async def test_what_came_too_late_is_had_from_elsewhere(prefill: Replica, decode
     whole = await prefill.complete(asked, salt="whole")
     handover = await prefill.keeps(asked)
     answer = await decode.complete(asked, shortened(handover, 0.0))
-    assert (answer.tokens, answer.cached["nixl"]) == (whole.tokens, 0)
+    assert answer.tokens == whole.tokens
+    assert "nixl" not in answer.cached
     await prefill.end(handover)
 
 
@@ -272,6 +274,70 @@ async def test_through_a_router_a_bad_request_is_answered_once(
         assert "temperature" in answer.json()["error"]["message"]
         page = (await client.get("/metrics")).text
         assert 'outcome="fallback"' not in page
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "tokens", [*range(3, 30, 5), 255, 256, 257, 1000, 2047, 2048, 2049, 3000, 4500, 6000]
+)
+@pytest.mark.parametrize("held", [0.0, 0.4])
+async def test_the_answer_is_that_of_one_engine_whatever_the_length(
+    prefill: Replica, decode: Replica, tokens: int, held: float
+) -> None:
+    asked = prompt(tokens, seed=10_000 + tokens + int(held * 10))
+    whole = await prefill.complete(asked, salt="whole")
+    if before := int(tokens * held):
+        await decode.complete(asked[:before], max_tokens=1)
+    handover = await prefill.keeps(asked)
+    answer = await decode.complete(asked, handover)
+    assert answer.tokens == whole.tokens
+    assert answer.cached["computed"] <= BLOCK
+    assert sum(answer.cached.values()) == tokens
+    await prefill.end(handover)
+
+
+def engine_processes() -> dict[int, psutil.Process]:
+    return {child.pid: child for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("met", [True, False])
+async def test_an_engine_that_is_killed_after_its_hand_over_costs_time_alone(
+    decode: Replica, prefill: Replica, tiny_model: Path, store: StoreThread, met: bool
+) -> None:
+    asked = prompt(800, seed=60 + met)
+    whole = await prefill.complete(asked, salt="whole")
+    before = engine_processes()
+    async with replica("prefill", tiny_model, store) as dying:
+        if met:
+            first = await dying.keeps(prompt(100, seed=62))
+            await decode.complete(prompt(100, seed=62), first)
+        handover = await dying.keeps(asked, salt="dying")
+        for pid, process in engine_processes().items():
+            if pid not in before:
+                process.kill()
+        answer = await decode.complete(asked, handover, salt="dying")
+        assert (answer.tokens, answer.cached["computed"]) == (whole.tokens, 800)
+
+
+@pytest.mark.long
+async def test_an_answer_given_up_while_its_kv_is_on_its_way_leaves_nothing(
+    decode: Replica, prefill: Replica, tiny_model: Path, store: StoreThread
+) -> None:
+    asked = prompt(800, seed=70)
+    before = engine_processes()
+    async with replica("prefill", tiny_model, store) as dying:
+        handover = await dying.keeps(asked)
+        started = [process for pid, process in engine_processes().items() if pid not in before]
+        for process in started:
+            process.suspend()
+        asking = asyncio.ensure_future(decode.complete(asked, handover))
+        await eventually(lambda: decode.engine.load().kv_used > 0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        for process in started:
+            process.kill()
+        await decode.holds_nothing()
 
 
 @pytest.mark.long
