@@ -91,6 +91,7 @@ def test_the_prefill_pool_goes_to_zero_and_back_while_traffic_runs(cluster: Depl
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_real_engines_hand_over_between_serve_replicas(deploy_vllm: Callable[..., Deployed]) -> None:
     cluster = deploy_vllm(
         pools=pools(1, resources={"cores": 1}),
