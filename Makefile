@@ -53,7 +53,7 @@ bench-agreement: setup ## our serving benchmark beside vLLM's own, on the same e
 bench-store: setup ## what the stores of KV do, beside other stores and beside no store; twenty minutes
 	@$(RUN) benchmarks.bench_store
 
-bench-policy: setup ## simulate policies and other routers' rules on the same workloads; an hour on two cores (STRICT=1 fails on a miss)
+bench-policy: setup ## simulate policies and other routers' rules on the same workloads; ten minutes on two cores (WHOLE=1: hours; STRICT=1 fails on a miss)
 	@$(RUN) benchmarks.bench_policy
 
 bench-peers: need-python ## install the peers that benchmarks measure beside, in .venv-bench

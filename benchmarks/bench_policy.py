@@ -1,16 +1,21 @@
-"""`make bench-policy`: policies and other routers' rules on the same workloads, simulated; and how fast that goes."""
+"""`make bench-policy`: policies and other routers' rules on the same workloads, simulated; and how fast that goes.
+
+As a rule on a part of the workloads, which takes about ten minutes on two cores; `WHOLE=1` takes hours.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.harness import RESULTS, Report, terminal
 from benchmarks.policy_runs import OURS, POLICIES, RIVALS, Run, runs, said
-from benchmarks.policy_scale import scale_figures
+from benchmarks.policy_scale import MANY_REQUESTS, scale_figures
 from benchmarks.policy_workloads import (
     TRACES,
     Case,
@@ -29,18 +34,40 @@ SAME_HIT = 0.01
 OTHERS = tuple(policy for policy in POLICIES if policy != OURS)
 
 
+class Size(NamedTuple):
+    """How much of every workload is run."""
+
+    hit_requests: int | None
+    """Of a trace, for hit ratios; None for all of them."""
+    hit_shapes: Shapes
+    requests: int | None
+    """Of a trace, for latencies."""
+    shapes: Shapes
+    shared: int
+    """Requests that share prefixes."""
+    turns: int
+    """Of an agent's session."""
+    many: int
+    """Requests of the large simulation; the rest of the million is extrapolated."""
+
+
+QUICK = Size(2000, SHAPES[:1], 2000, SHAPES[:1], 750, 4, 50_000)
+USUAL = Size(None, (SHAPES[0], SHAPES[-1]), 4000, SHAPES[:1], 1500, 10, 100_000)
+WHOLE = Size(None, SHAPES, None, SHAPES, 3000, 30, MANY_REQUESTS)
+
+
 def main() -> None:
     arguments = _arguments()
     report = Report("policy")
-    quick = arguments.quick
+    size = QUICK if arguments.quick else WHOLE if arguments.whole else USUAL
     if arguments.part in (None, 1):
-        hit_figures(report, 2000 if quick else None, SHAPES[:1] if quick else SHAPES)
+        hit_figures(report, size.hit_requests, size.hit_shapes)
     if arguments.part in (None, 2):
-        latency_figures(report, _cases(quick))
+        latency_figures(report, _cases(size))
     if arguments.part in (None, 3):
-        scale_figures(report, quick)
+        scale_figures(report, size.many)
     # A part of it is no result to keep.
-    folder = Path(tempfile.gettempdir()) if quick or arguments.part else RESULTS
+    folder = Path(tempfile.gettempdir()) if arguments.quick or arguments.part else RESULTS
     sys.exit(report.finish(terminal(), folder))
 
 
@@ -48,7 +75,11 @@ def hit_figures(report: Report, requests: int | None, shapes: Shapes) -> None:
     """At the traces' own speed: what is hit of what could be, and how evenly the work is shared out."""
     for name in _traces(report):
         cases = [case._replace(loads=(0.0,)) for case in trace_cases(name, shapes, requests)]
-        done = _all(cases, (OURS, "prefix_affinity", "round_robin", *RIVALS))
+        done = _all([case for case in cases if case.config.tiers.dram], (OURS,))
+        done += _all(
+            [case for case in cases if not case.config.tiers.dram],
+            (OURS, "prefix_affinity", "round_robin", *RIVALS),
+        )
         for case in cases:
             by_policy = {run.policy: run.summary for run in done if run.case == case.name}
             ours = by_policy[OURS]
@@ -99,14 +130,12 @@ def _balances(by_policy: dict[str, Summary]) -> str:
     )
 
 
-def _cases(quick: bool) -> list[Case]:
-    cases = [shared_prefix_case(750 if quick else 3000)]
-    shapes = ((8, 1000),) if quick else SHAPES
+def _cases(size: Size) -> list[Case]:
+    cases = [shared_prefix_case(size.shared)]
     for name in TRACES:
         if trace_path(name).is_file():
-            cases += trace_cases(name, shapes, 2000 if quick else None)
-    turns = 8 if quick else 30
-    return [*cases, agentic_case(store=False, turns=turns), agentic_case(store=True, turns=turns)]
+            cases += trace_cases(name, size.shapes, size.requests)
+    return [*cases, agentic_case(store=False, turns=size.turns), agentic_case(store=True, turns=size.turns)]
 
 
 def _traces(report: Report) -> Iterable[str]:
@@ -128,7 +157,13 @@ def _all(cases: Sequence[Case], policies: Sequence[str]) -> list[Run]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", type=int, choices=(1, 2, 3), help="only this one")
-    parser.add_argument("--quick", action="store_true", help="a part of each workload, to see that all runs")
+    parser.add_argument("--quick", action="store_true", help="little of each workload, to see that all runs")
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        default=os.environ.get("WHOLE") == "1",
+        help="all of each workload, hours (or WHOLE=1)",
+    )
     return parser.parse_args()
 
 

@@ -10,7 +10,7 @@ from cache_store.events import PROTOCOL_VERSION, Hello, Load, Share
 from cache_store.keys import chunk_keys, namespace
 from router.config import RouterConfig
 from router.core import Query, RouterCore
-from router.directory import OthersLoad
+from router.others_load import OthersLoad
 from router.render import Rendered
 from workers.messages import ReplicaInfo
 

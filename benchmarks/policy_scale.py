@@ -44,19 +44,21 @@ class _Timed(Workload):
             yield request
 
 
-def scale_figures(report: Report, quick: bool) -> None:
+def scale_figures(report: Report, requests: int) -> None:
+    """`requests`: how many of the large simulation are run."""
     if trace_path("conversation").is_file():
         cost = _apart(_trace_cost)
         report.at_most(
             "12,031 requests on 8 replicas, conversation trace", cost.cpu_s, "s", TRACE_LIMIT_S, "CPU time"
         )
-    requests = 100_000 if quick else MANY_REQUESTS
     cost = _apart(_many_cost, requests)
-    said = f"{requests:,} were run, the rest extrapolated; CPU time" if quick else "CPU time"
+    part = requests < MANY_REQUESTS
+    said = f"{requests:,} were run, the rest extrapolated; CPU time" if part else "CPU time"
     name = f"{MANY_REQUESTS:,} requests on {MANY_REPLICAS:,} replicas"
     report.at_most(name, cost.cpu_s, "s", MANY_LIMIT_S, said)
-    if not quick:
-        report.at_most(f"{name}, memory", cost.peak_gib, "GiB", MANY_LIMIT_GIB)
+    if part:
+        name = f"{requests:,} requests on {MANY_REPLICAS:,} replicas"
+    report.at_most(f"{name}, memory", cost.peak_gib, "GiB", MANY_LIMIT_GIB)
 
 
 def _apart(work: object, *arguments: object) -> Cost:

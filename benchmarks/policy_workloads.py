@@ -76,7 +76,8 @@ def _trace_case(name: str, config: SimulationConfig, shape: str, store: bool, re
         # A part of the trace comes as fast as all of it.
         return scaled if requests is None else scaled.first(requests)
 
-    return Case(f"{name}, {shape}{', store' if store else ''}", config, LOADS, workload)
+    part = f", first {requests:,}" if requests is not None else ""
+    return Case(f"{name}{part}, {shape}{', store' if store else ''}", config, LOADS, workload)
 
 
 def shared_prefix_case(requests: int) -> Case:
@@ -98,7 +99,7 @@ def agentic_case(store: bool, turns: int = 30) -> Case:
     def workload(sessions: float) -> Workload:
         return made(AgenticLoad(sessions=round(sessions), turns=turns), CHUNK_TOKENS, 0)
 
-    return Case(f"agents, 8 x 3,000{', store' if store else ''}", config, SESSIONS, workload)
+    return Case(f"agents, {turns} turns, 8 x 3,000{', store' if store else ''}", config, SESSIONS, workload)
 
 
 def busy_seconds(workload: Workload, config: SimulationConfig) -> float:

@@ -15,6 +15,7 @@ class Ahead(NamedTuple):
     waiting: int
     running: int
     waited_s: float
+    kv_used: float
     predicted: Prediction | None
 
     @classmethod
@@ -25,6 +26,7 @@ class Ahead(NamedTuple):
             int(candidates.waiting[at]),
             int(candidates.running[at]),
             float(candidates.waited_s[at]) if candidates.waited_s is not None else 0.0,
+            float(candidates.kv_used[at]),
             choice.predicted,
         )
 
@@ -36,6 +38,5 @@ class Ahead(NamedTuple):
         )  # fmt: skip
         computed = tokens.get("computed", 0)
         cached = sum(tokens.values()) - computed
-        return Observation(
-            seconds, computed, cached, loaded, self.pending, self.waiting, self.running, self.waited_s
-        )
+        before = self.pending, self.waiting, self.running, self.waited_s, self.kv_used
+        return Observation(seconds, computed, cached, loaded, *before)

@@ -146,9 +146,9 @@ class RouterCore:
             self.index, self.ledger, secret, config.heartbeat_timeout_s, self.room.wake, clock
         )
         self.caches = CacheDirectory(self.index, secret, lambda: 2 * self.config.heartbeat_timeout_s)
-        self.fleet = Fleet(self.ledger, clock)
+        self.fleet = Fleet[ReplicaEntry](self.ledger, clock)
         self._clock = clock
-        self._ready_pools: dict[str, Pool] = {}
+        self._ready_pools: dict[str, Pool[ReplicaEntry]] = {}
         self._pooled = (-1, 0.0)
         self._policy: Policy
         self.pairing = Pairing()
@@ -241,7 +241,7 @@ class RouterCore:
     def _prefill_place(
         self,
         query: Query,
-        pool: Pool,
+        pool: Pool[ReplicaEntry],
         candidates: Candidates,
         verdict: Verdict,
         found: Mapping[Kind, list[Found]],
@@ -265,14 +265,14 @@ class RouterCore:
         saved = len(keys[0]) if keys and self.config.prefill.save else 0
         return Plan(tenant=query.tenant, skip_save=saved)
 
-    def _pool(self, query: Query) -> Pool:
+    def _pool(self, query: Query) -> Pool[ReplicaEntry]:
         """Replicas that may answer, with room or without."""
         if query.new_work and not query.tried and not query.only:
             return self._ready_pool(query.model)
         self.fleet.update(self.directory)
         return self.fleet.pool(list(self._candidates(query)), query.model)
 
-    def _ready_pool(self, model: str) -> Pool:
+    def _ready_pool(self, model: str) -> Pool[ReplicaEntry]:
         """Kept for a while: who is ready changes rarely, and is asked for with every request."""
         now = self._clock()
         if self._pooled != (self.directory.version, now // _POOL_S):
@@ -291,7 +291,7 @@ class RouterCore:
             return []
         return [(self.index.match(prompt), self.recent.leading(prompt)) for prompt in query.chunk_keys(*kind)]
 
-    def _candidates_in(self, pool: Pool, found: Mapping[Kind, list[Found]]) -> Candidates:
+    def _candidates_in(self, pool: Pool[ReplicaEntry], found: Mapping[Kind, list[Found]]) -> Candidates:
         matched, ahead = np.zeros(len(pool.ids), dtype=np.int64), np.zeros((len(pool.ids), TIERS), np.int64)
         # Keys of one kind of engine are held by no other, so that what is found adds up.
         for (_, chunk_tokens, _), prompts in found.items():
@@ -340,9 +340,7 @@ class RouterCore:
         if placed.ahead is not None:
             if placed.ahead.predicted is not None:
                 self.metrics.predicted(placed.ahead.predicted.ttft_s, seconds)
-            calibrator = self.fleet.calibrator(placed.replica.id)
-            if calibrator is not None:
-                calibrator.observe(placed.ahead.observation(seconds, tokens))
+            self.fleet.observe(placed.replica.id, placed.ahead.observation(seconds, tokens))
         return seconds
 
     def prefilled(self, placed: Placed) -> None:

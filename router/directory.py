@@ -12,41 +12,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 import aiohttp
 
-from cache_store.events import Hello, Load, Share
+from cache_store.events import Hello, Load
 from router.event_stream import RECONNECT_FIRST_S, EventStream, Session
 from router.index import PrefixIndex
 from router.ledger import Ledger
+from router.others_load import NO_OTHERS, OthersLoad
 from workers.messages import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
 """A router that starts waits no longer for what the replicas hold."""
-
-
-class OthersLoad(NamedTuple):
-    """What is open at a replica that did not come through this router, as of its last report."""
-
-    prefill_tokens: int = 0
-    """Prompt tokens still to be computed."""
-    prefilling: int = 0
-    """Requests without a first token."""
-    running: int = 0
-    """Requests with one."""
-
-    @classmethod
-    def of(cls, load: Load, own: Share) -> Self:
-        """Exact, whatever is on its way between router and replica: both figures are of the same moment there."""
-        prefilling = load.prefilling - own.prefilling
-        requests = load.http_requests - own.requests
-        return cls(load.prefill_tokens - own.prefill_tokens, prefilling, requests - prefilling)
-
-
-NO_OTHERS = OthersLoad()
 
 
 @dataclass

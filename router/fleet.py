@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from cache_store.events import Load
-from router.calibration import Calibrator
+from cache_store.events import Hello, Load
+from router.calibration import Observation
 from router.candidates import Candidates, Flags, Ints
-from router.directory import ReplicaEntry
+from router.known_speeds import KnownSpeeds
 from router.ledger import Ledger
-from router.speed import FIELDS, Floats, Speed
-
-ENOUGH = 8
-"""Prefills from which on a replica is known by its own."""
+from router.others_load import OthersLoad
+from router.speed import Floats, Speed
+from workers.messages import ReplicaInfo
 
 Kind = tuple[bytes, int, str]
 """Engines that share KV for a model: identity, chunk tokens, adapter."""
@@ -29,11 +29,30 @@ _KV_USED, _STAMP = range(2)
 _PREFILL_ROLE, _DRAINING = range(2)
 
 
+class Known(Protocol):
+    """A replica, and what it said last. `load` is another object after each report."""
+
+    @property
+    def info(self) -> ReplicaInfo: ...
+
+    @property
+    def hello(self) -> Hello | None: ...
+
+    @property
+    def load(self) -> Load | None: ...
+
+    @property
+    def others(self) -> OthersLoad: ...
+
+
+Entry = TypeVar("Entry", bound=Known)
+
+
 @dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(Generic[Entry]):
     """Replicas that may be asked for one model, as of some moment; columns, ordered alike."""
 
-    entries: Sequence[ReplicaEntry]
+    entries: Sequence[Entry]
     ids: Sequence[str]
     position: dict[str, int]
     """Id -> its place in the columns."""
@@ -47,7 +66,7 @@ class Pool:
     """Per replica the number of its node."""
 
 
-def kind_of(entry: ReplicaEntry, model: str) -> Kind | None:
+def kind_of(entry: Known, model: str) -> Kind | None:
     """None for a replica that has not said what it is."""
     hello = entry.hello
     if hello is None:
@@ -55,42 +74,42 @@ def kind_of(entry: ReplicaEntry, model: str) -> Kind | None:
     return hello.identity, hello.chunk_tokens, entry.info.adapters.get(model, "")
 
 
-class Fleet:
+def _speed_kind(entry: Known) -> tuple[bytes, str]:
+    """Replicas of which the same speed is expected: one model and build of an engine, in one pool."""
+    return entry.hello.identity if entry.hello is not None else b"", entry.info.role
+
+
+class Fleet(Generic[Entry]):
     """Rows by replica id. Lives on a router's event loop."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._clock = clock
         self._row_of: dict[str, int] = {}
-        self._entries: dict[str, ReplicaEntry] = {}
-        self._calibrators: dict[str, Calibrator] = {}
+        self._entries: dict[str, Entry] = {}
+        self._speeds = KnownSpeeds(clock)
         self._loads: dict[str, Load] = {}
         """Replica -> the load report that its row has."""
-        self._speeds: dict[str, Speed] = {}
-        """Replica -> the speed that its row has."""
-        self._unsure: set[str] = set()
-        """Replicas of which little was seen."""
         self._free: list[int] = []
         self._counts: Ints = np.zeros((4, 0), dtype=np.int64)
         self._figures: Floats = np.zeros((2, 0))
         self._flags = np.zeros((2, 0), dtype=np.bool_)
-        self._speed: Floats = np.zeros((FIELDS, 0))
         self._stale: set[str] = set()
 
-    def update(self, entries: Iterable[ReplicaEntry]) -> None:
+    def update(self, entries: Iterable[Entry]) -> None:
         """Take over which replicas there are. What was learned of one that stays is kept."""
         named = {entry.info.id: entry for entry in entries}
         for replica in [known for known, entry in self._entries.items() if named.get(known) is not entry]:
-            self._free.append(self._row_of.pop(replica))
-            del self._entries[replica], self._calibrators[replica]
+            row = self._row_of.pop(replica)
+            self._free.append(row)
+            self._speeds.drop(row)
+            del self._entries[replica]
             self._loads.pop(replica, None)
-            self._speeds.pop(replica, None)
-            self._unsure.discard(replica)
         for replica, entry in named.items():
             if replica not in self._entries:
                 self._add(replica, entry)
 
-    def pool(self, entries: Sequence[ReplicaEntry], model: str) -> Pool:
+    def pool(self, entries: Sequence[Entry], model: str) -> Pool[Entry]:
         """Columns of some replicas that `update` has named."""
         ids = [entry.info.id for entry in entries]
         number: dict[str, int] = {}
@@ -100,7 +119,7 @@ class Fleet:
         position = {replica: at for at, replica in enumerate(ids)}
         return Pool(entries, ids, position, rows, kinds, list(number), np.array(node_of, dtype=np.int64))
 
-    def candidates(self, pool: Pool, matched: Ints, loadable: Ints) -> Candidates:
+    def candidates(self, pool: Pool[Entry], matched: Ints, loadable: Ints) -> Candidates:
         """As of now. `matched` and `loadable` as in `Candidates`."""
         self._refresh()
         rows, now = pool.rows, self._clock()
@@ -116,22 +135,23 @@ class Fleet:
             prefill_role=flags[_PREFILL_ROLE],
             draining=flags[_DRAINING],
             last_chosen=counts[_LAST_CHOSEN],
-            speed=Speed(self._speed[:, rows]),
+            speed=Speed(self._speeds.table[:, rows]),
             # An engine does not stand still between two reports.
             waited_s=np.maximum(now - figures[_STAMP], 0.0),
         )
 
-    def calibrator(self, replica: str) -> Calibrator | None:
-        """None for a replica that has left."""
-        self._stale.add(replica)
-        return self._calibrators.get(replica)
+    def observe(self, replica: str, seen: Observation) -> None:
+        """A prefill is over; of a replica that has left nothing is learned."""
+        row = self._row_of.get(replica)
+        if row is not None:
+            self._speeds.observe(row, seen)
 
-    def _add(self, replica: str, entry: ReplicaEntry) -> None:
+    def _add(self, replica: str, entry: Entry) -> None:
         if not self._free:
             self._grow()
         row = self._row_of[replica] = self._free.pop()
         self._entries[replica] = entry
-        self._calibrators[replica] = Calibrator()
+        self._speeds.put(row, _speed_kind(entry))
         self._counts[:, row] = 0
         self._figures[:, row] = 0.0, self._clock()
         self._flags[:, row] = entry.info.role == "prefill", False
@@ -143,7 +163,8 @@ class Fleet:
         self._free.extend(range(size - 1, old - 1, -1))
         more = ((0, 0), (0, size - old))
         self._counts, self._figures = np.pad(self._counts, more), np.pad(self._figures, more)
-        self._flags, self._speed = np.pad(self._flags, more), np.pad(self._speed, more)
+        self._flags = np.pad(self._flags, more)
+        self._speeds.grow(size)
 
     def _refresh(self) -> None:
         changed = self._ledger.changed
@@ -166,44 +187,21 @@ class Fleet:
                 )
             )
         columns = np.array(counts, dtype=np.int64).T
-        if self._unsure:
-            self._believe_siblings()
         self._note_pending(rows, columns[_PENDING], np.array(fresh))
         self._counts[:, rows] = columns
 
     def _take_report(self, replica: str, row: int) -> bool:
         """True where the replica has reported anew."""
-        entry, calibrator = self._entries[replica], self._calibrators[replica]
+        entry = self._entries[replica]
         load = entry.load
-        fresh = load is not None and load is not self._loads.get(replica)
-        if load is not None and fresh:
-            self._loads[replica] = load
-            calibrator.reported(load)
-            self._figures[_KV_USED, row] = load.kv_used
-            self._flags[_DRAINING, row] = load.draining
-        if calibrator.speed is not self._speeds.get(replica):
-            self._speeds[replica] = calibrator.speed
-            self._speed[:, row] = calibrator.speed.table
-            if calibrator.observed >= ENOUGH:
-                self._unsure.discard(replica)
-            else:
-                self._unsure.add(replica)
-        return fresh
-
-    def _believe_siblings(self) -> None:
-        """Of whom little was seen, it is believed that he is like the others: what was not tried must not look slow."""
-        seen = [
-            self._speeds[replica].table
-            for replica, each in self._calibrators.items()
-            if each.observed and replica in self._speeds
-        ]
-        if not seen:
-            return
-        typical = np.median(seen, axis=0)
-        for replica in self._unsure:
-            part = self._calibrators[replica].observed / ENOUGH
-            own = self._speeds[replica].table
-            self._speed[:, self._row_of[replica]] = part * own + (1 - part) * typical
+        if load is None or load is self._loads.get(replica):
+            return False
+        self._loads[replica] = load
+        self._speeds.put(row, _speed_kind(entry))
+        self._speeds.reported(row, load)
+        self._figures[_KV_USED, row] = load.kv_used
+        self._flags[_DRAINING, row] = load.draining
+        return True
 
     def _note_pending(self, rows: Ints, tokens: Ints, fresh: Flags) -> None:
         """When pending tokens were counted: from then on they become fewer.
@@ -211,7 +209,7 @@ class Fleet:
         A report and a first token say what is left at that moment. A new reservation joins a line that has moved on.
         """
         before, now = self._counts[:, rows], self._clock()
-        queue_s = Speed(self._speed[:, rows]).queue_s(before[_PENDING], before[_WAITING])
+        queue_s = Speed(self._speeds.table[:, rows]).queue_s(before[_PENDING], before[_WAITING])
         over = now - self._figures[_STAMP, rows] >= queue_s
         anew = fresh | (tokens < before[_PENDING]) | over
         self._figures[_STAMP, rows[anew]] = now
@@ -220,7 +218,8 @@ class Fleet:
         """Raises AssertionError when a row is lost, taken twice or not what the ledger says."""
         rows = [*self._row_of.values(), *self._free]
         assert sorted(rows) == list(range(self._counts.shape[1]))
-        assert self._row_of.keys() == self._entries.keys() == self._calibrators.keys()
+        assert self._row_of.keys() == self._entries.keys()
+        self._speeds.check_integrity()
         self._refresh()
         for replica, row in self._row_of.items():
             own, others = self._ledger.load(replica), self._entries[replica].others

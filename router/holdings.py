@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from router.candidates import Ints
-from router.fleet import Pool
+from router.fleet import Entry, Pool
 from router.index import Match
 from router.plan import loadable
 from router.speed import TIERS
@@ -19,7 +19,7 @@ _ELSEWHERE = "\0"
 """A holder that has nothing of its own."""
 
 
-def matched_chunks(pool: Pool, found: Sequence[tuple[Match, Mapping[str, int]]]) -> Ints:
+def matched_chunks(pool: Pool[Entry], found: Sequence[tuple[Match, Mapping[str, int]]]) -> Ints:
     """(n,) leading chunks over all prompts. Per prompt: what the index knows, and who has just computed how much."""
     chunks = np.zeros(len(pool.ids), dtype=np.int64)
     position = pool.position
@@ -35,7 +35,7 @@ def matched_chunks(pool: Pool, found: Sequence[tuple[Match, Mapping[str, int]]])
     return chunks
 
 
-def loadable_chunks(pool: Pool, match: Match, matched: Ints, holder: Callable[[str], str]) -> Ints:
+def loadable_chunks(pool: Pool[Entry], match: Match, matched: Ints, holder: Callable[[str], str]) -> Ints:
     """(n, 4) chunks behind the `matched` ones that a replica's node can load. `holder`: a node's cache, or empty."""
     holders = [holder(node) for node in pool.nodes]
     tiers = [match.tiers[tier] for tier in ("dram", "disk", "remote") if tier in match.tiers]

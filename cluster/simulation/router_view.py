@@ -14,14 +14,15 @@ import numpy as np
 
 from cache_store.events import ChunkKey, Load, Tier
 from router.ahead import Ahead
-from router.calibration import Calibrator, Observation
+from router.calibration import Observation
 from router.candidates import Candidates, Ints
 from router.choice import Choice, Policy, RouteRequest
 from router.index import Match, PrefixIndex
+from router.known_speeds import KnownSpeeds
 from router.ledger import Ledger, Reservation
 from router.plan import loadable
 from router.recent import RecentPrefixes
-from router.speed import PRIOR, TIERS, Speed
+from router.speed import TIERS, Speed
 
 RECENT_NEWS = 4
 """Delays of the news for which the router trusts what it knows itself."""
@@ -89,8 +90,10 @@ class RouterView:
         self.recent = RecentPrefixes(clock, RECENT_NEWS * news_delay_s)
         self._news: deque[_News] = deque()
         n = len(self.replicas)
-        self._calibrators = [Calibrator() for _ in range(n)]
-        self._speed = Speed.stack([PRIOR] * n)
+        self._speeds = KnownSpeeds(clock)
+        self._speeds.grow(n)
+        for row, computes in enumerate(prefill):
+            self._speeds.put(row, computes)
         self._pending, self._waiting, self._running, self._last = np.zeros((4, n), dtype=np.int64)
         self._since = np.zeros(n)
         """When each row's pending tokens were counted: from then on they become fewer."""
@@ -130,15 +133,11 @@ class RouterView:
         self._count(decided.row)
 
     def observe(self, row: int, seen: Observation) -> None:
-        calibrator = self._calibrators[row]
-        calibrator.observe(seen)
-        self._speed.table[:, row] = calibrator.speed.table
+        self._speeds.observe(row, seen)
 
     def report(self, row: int, load: Load) -> None:
         """A load report of a replica."""
-        calibrator = self._calibrators[row]
-        calibrator.reported(load)
-        self._speed.table[:, row] = calibrator.speed.table
+        self._speeds.reported(row, load)
 
     def ended(self, decided: Decided) -> None:
         decided.reservation.release()
@@ -150,8 +149,8 @@ class RouterView:
         self._news = deque(news for news in self._news if news.holder != name)
         self.index.drop(name)
         self.ledger.forget(name)
-        self._calibrators[row] = Calibrator()
-        self._speed.table[:, row] = PRIOR.table
+        self._speeds.drop(row)
+        self._speeds.put(row, bool(self._prefill[row]))
         self.kv_used[row] = 0.0
         self._count(row)
 
@@ -165,7 +164,7 @@ class RouterView:
     def _count(self, row: int) -> None:
         own = self.ledger.load(self.replicas[row])
         # A first token says what is left at that moment; a new reservation joins a line that has moved on.
-        before, speed = int(self._pending[row]), Speed(self._speed.table[:, row])
+        before, speed = int(self._pending[row]), Speed(self._speeds.table[:, row])
         over = self._clock() - self._since[row] >= float(speed.queue_s(before, int(self._waiting[row])))
         if own.prefill_tokens < before or over:
             self._since[row] = self._clock()
@@ -200,7 +199,7 @@ class RouterView:
             self._prefill,
             self.draining,
             self._last,
-            self._speed,
+            Speed(self._speeds.table),
             self._clock() - self._since,
         )
 

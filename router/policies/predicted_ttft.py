@@ -1,4 +1,4 @@
-"""The default: where the request costs the cluster the fewest seconds.
+"""Where the request costs the cluster the fewest seconds.
 
 ```
 cost = ttft + behind + streams + decode + room

@@ -1,4 +1,4 @@
-"""Tokens instead of seconds: those to compute here, those pending before them, and some for each open request.
+"""The default: tokens to compute here, those pending before them, and some for each open request.
 
 What an overlap-plus-load rule does. Loading counts as a part of computing, the same on every replica. The load terms
 keep a prefix that everyone shares from pulling everyone to the replica that had it first.

@@ -64,7 +64,7 @@ async def ask(cluster: Cluster, draw: random.Random) -> None:
 @pytest.mark.timeout(120)
 async def test_predicted_and_measured_seconds_agree_on_engines_of_hidden_speed_that_change_it() -> None:
     draw = random.Random(11)
-    async with running(4) as cluster:
+    async with running(4, router={"policy": {"kind": "predicted_ttft"}}) as cluster:
         set_speed(cluster.nodes, 4000.0, 0.03)
         async with asyncio.TaskGroup() as requests:
             for number in range(REQUESTS):

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from cache_store.events import Load
-from router.directory import OthersLoad, ReplicaEntry
+from router.directory import ReplicaEntry
+from router.others_load import OthersLoad
 from router.remote_choice import RemoteChoices
 from tests.integration.in_process import (
     SECRET,

@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from tests.integration.in_process import Cluster, chat, prompt, running, until, words
+
+weighing = pytest.mark.parametrize(
+    "router",
+    [{"policy": {"kind": kind}} for kind in ("prefix_affinity", "predicted_ttft")],
+    ids=["tokens", "seconds"],
+)
 
 
 async def serve_all(
@@ -26,16 +34,20 @@ async def serve_all(
     return Counter(await asyncio.gather(*map(ask, bodies)))
 
 
-async def test_a_burst_of_distinct_long_prompts_is_shared_out_evenly_over_idle_replicas() -> None:
-    async with running(8, prefill_tokens_per_s=50_000.0) as cluster:
+@weighing
+async def test_a_burst_of_distinct_long_prompts_is_shared_out_evenly_over_idle_replicas(
+    router: dict[str, Any],
+) -> None:
+    async with running(8, router=router, prefill_tokens_per_s=50_000.0) as cluster:
         bodies = [prompt(words(2000, f"{number:03}")) for number in range(64)]
         served = await serve_all(cluster, "/v1/completions", bodies, at_once=64)
         assert len(served) == 8
         assert all(7 <= count <= 9 for count in served.values()), served
 
 
-async def test_token_ids_of_equal_length_with_no_prefix_in_common_spread() -> None:
-    async with running(4, prefill_tokens_per_s=100_000.0) as cluster:
+@weighing
+async def test_token_ids_of_equal_length_with_no_prefix_in_common_spread(router: dict[str, Any]) -> None:
+    async with running(4, router=router, prefill_tokens_per_s=100_000.0) as cluster:
         draw = random.Random(7)
         bodies = [prompt([draw.randrange(1000) for _ in range(500)]) for _ in range(80)]
         served = await serve_all(cluster, "/v1/completions", bodies, at_once=8)
@@ -43,8 +55,13 @@ async def test_token_ids_of_equal_length_with_no_prefix_in_common_spread() -> No
         assert max(served.values()) <= 1.3 * 80 / 4, served
 
 
-async def test_a_long_system_prompt_that_all_traffic_shares_pulls_nobody_to_one_replica() -> None:
-    async with running(8, prefill_tokens_per_s=100_000.0, decode_tokens_per_s=400.0) as cluster:
+@weighing
+async def test_a_long_system_prompt_that_all_traffic_shares_pulls_nobody_to_one_replica(
+    router: dict[str, Any],
+) -> None:
+    async with running(
+        8, router=router, prefill_tokens_per_s=100_000.0, decode_tokens_per_s=400.0
+    ) as cluster:
         system = {"role": "system", "content": words(4000, "sys")}
         bodies = [chat(words(50, f"{number:03}")) for number in range(400)]
         for body in bodies:

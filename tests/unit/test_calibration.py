@@ -143,6 +143,35 @@ def test_one_length_alone_keeps_the_priors_proportions() -> None:
     )
 
 
+def test_waits_for_kv_blocks_are_not_learned_as_prefills() -> None:
+    """From a moment on every request waits for seconds until a stream ends; a prefill still takes what it took."""
+    draw = Draw(5)
+    calibrator = Calibrator()
+    for number in range(300):
+        tokens = draw.randint(500, 4000)
+        full = number >= 100
+        calibrator.observe(
+            Observation(
+                float(GPU.prefill_s(tokens, 0)) + (draw.uniform(2.0, 4.0) if full else 0.0),
+                tokens,
+                0,
+                running=20,
+                kv_used=0.97 if full else 0.6,
+            )
+        )
+        if number == 99:
+            before = calibrator.speed.table
+    assert (calibrator.speed.table == before).all()
+
+
+def test_a_replica_that_is_full_and_fast_is_still_learned_from() -> None:
+    calibrator = Calibrator()
+    for number in range(60):
+        tokens = 500 + 50 * number
+        calibrator.observe(Observation(float(GPU.prefill_s(tokens, 0)), tokens, 0, running=20, kv_used=0.97))
+    assert float(calibrator.speed.prefill_s(2000, 0)) == pytest.approx(float(GPU.prefill_s(2000, 0)), rel=0.1)
+
+
 @pytest.mark.parametrize("stall_s", [1.0, 30.0, 1000.0])
 def test_a_stall_now_and_then_changes_little(stall_s: float) -> None:
     draw = Draw(4)
@@ -223,6 +252,7 @@ observations = st.builds(
     waiting=st.integers(0, 300),
     running=st.integers(0, 300),
     waited_s=st.floats(-1, 100),
+    kv_used=st.floats(0, 1),
 )
 
 

@@ -7,20 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_store.events import PROTOCOL_VERSION, Hello, Load
 from router.calibration import Observation
 from router.candidates import Candidate, Candidates
 from router.choice import RouteRequest
-from router.directory import Directory, OthersLoad, ReplicaEntry
+from router.directory import Directory, ReplicaEntry
 from router.fleet import Fleet
 from router.holdings import loadable_chunks, matched_chunks
 from router.index import PrefixIndex
 from router.ledger import Ledger
+from router.others_load import OthersLoad
 from router.plan import loadable
 from router.prediction import predict
+from router.speed import Speed
 from tests.unit.policy_kit import chunk_keys
 from workers.messages import ReplicaInfo, Role
 
@@ -48,7 +50,7 @@ class Kept:
 
     def __init__(self, *entries: ReplicaEntry) -> None:
         self.clock, self.ledger = Clock(), Ledger()
-        self.fleet = Fleet(self.ledger, self.clock)
+        self.fleet = Fleet[ReplicaEntry](self.ledger, self.clock)
         self.entries = list(entries)
         self.fleet.update(self.entries)
 
@@ -125,21 +127,44 @@ def test_another_report_starts_the_count_anew() -> None:
 
 def test_what_was_learned_of_a_replica_is_in_its_column_and_goes_with_it() -> None:
     kept = Kept(entry("a"), entry("b"))
-    calibrator = kept.fleet.calibrator("a")
-    assert calibrator is not None
     for _ in range(20):
-        calibrator.observe(Observation(5.0, 1000, 0))
-    assert kept.row("a").speed == calibrator.speed.named()
-    assert kept.row("b").speed == calibrator.speed.named(), (
-        "who was not seen is believed to be like the others"
-    )
+        kept.fleet.observe("a", Observation(5.0, 1000, 0))
+    learned = kept.row("a").speed
+    assert Speed.from_named(learned).prefill_s(1000, 0) == pytest.approx(5.0, rel=0.05)
+    assert kept.row("b").speed == learned, "who was not seen is believed to be like the others"
     kept.entries = kept.entries[1:]
     kept.fleet.update(kept.entries)
-    assert kept.fleet.calibrator("a") is None
+    kept.fleet.observe("a", Observation(500.0, 1000, 0))
     assert kept.candidates().ids == ["b"]
+    assert kept.row("b").speed == learned, "of one that has left nothing is learned"
     kept.fleet.check_integrity()
 
 
+def test_replicas_of_another_role_or_model_are_learned_apart() -> None:
+    other = entry("other")
+    other.stream.hello = Hello(PROTOCOL_VERSION, "other", 1, b"another." * 4, 256)
+    kept = Kept(entry("a"), entry("alike"), entry("prefill", role="prefill"), other)
+    before = kept.row("a").speed
+    for _ in range(20):
+        kept.fleet.observe("a", Observation(5.0, 1000, 0))
+    assert kept.row("alike").speed == kept.row("a").speed != before
+    assert kept.row("prefill").speed == kept.row("other").speed == before
+
+
+def test_what_a_replica_is_may_be_said_after_it_was_named() -> None:
+    late = entry("late", load=None)
+    late.stream.hello = None
+    kept = Kept(entry("a"), late)
+    for _ in range(20):
+        kept.fleet.observe("a", Observation(5.0, 1000, 0))
+    assert kept.row("late").speed != kept.row("a").speed
+    late.load, late.stream.hello = REPORT, kept.entries[0].hello
+    kept.ledger.changed.add("late")
+    assert kept.row("late").speed == kept.row("a").speed
+    kept.fleet.check_integrity()
+
+
+@settings(deadline=None)
 @given(draw=st.randoms(use_true_random=False))
 def test_columns_follow_whatever_comes_and_goes(draw: random.Random) -> None:
     kept, open_ = Kept(), []

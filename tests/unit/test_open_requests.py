@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cache_store.events import MAX_SHARES, Load, Share
-from router.directory import OthersLoad
 from router.ledger import Ledger, Reservation
+from router.others_load import OthersLoad
 from workers.messages import ReservationName
 from workers.open_requests import OpenRequest, OpenRequests
 

@@ -214,7 +214,15 @@ def test_the_configuration_names_the_policy_and_its_weights() -> None:
         RoundRobinPolicy(),
         SessionPolicy(),
     ]
-    assert policy_from(PolicyConfig()) == PredictedTtftPolicy(), "the defaults say the same in both places"
+    defaults = [policy_from(PolicyConfig(kind=kind)) for kind in KINDS]
+    assert defaults == [
+        PredictedTtftPolicy(),
+        PrefixAffinityPolicy(),
+        LeastLoadedPolicy(),
+        RoundRobinPolicy(),
+        SessionPolicy(),
+    ], "the defaults say the same in both places"
+    assert isinstance(policy_from(PolicyConfig()), PrefixAffinityPolicy)
 
 
 class FirstPolicy:
@@ -267,7 +275,7 @@ def test_a_policy_that_cant_be_made_says_why(kind: str, options: dict[str, Any],
             {"kind": "affinity"},
             "kind is 'affinity'; needed: one of predicted_ttft, .*or package.module:Class",
         ),
-        ({"options": {"a": 1}}, "options has a; needed: none, since predicted_ttft goes by `weights`"),
+        ({"options": {"a": 1}}, "options has a; needed: none, since prefix_affinity goes by `weights`"),
     ],
 )
 def test_a_configuration_that_names_no_policy_is_refused(fields: dict[str, Any], message: str) -> None:
