@@ -48,9 +48,9 @@ class Handovers:
         """Raises HandoverError for a name that can't be one or is in use."""
         if not name or len(name) > _MAX_NAME or not name.isascii() or not name.isprintable():
             raise HandoverError(f"a hand-over can't be named {name[:_MAX_NAME]!r}")
+        self._forget_expired()
         if name in self._entries:
             raise HandoverError(f"hand-over {name!r} is there already")
-        self._forget_expired()
         half = FirstHalf(name)
         self._entries[name] = _Entry(half)
         return half
