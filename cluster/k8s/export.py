@@ -124,7 +124,8 @@ def _refused_pools(config: ClusterConfig) -> Iterator[str]:
         if pool.drain_timeout_s < longest:
             yield (
                 f"pools.{pool.role}.drain_timeout_s is {pool.drain_timeout_s:g}; needed: {longest:g} at least, "
-                "router.limits.answer_timeout_s, or an upgrade cuts the longest requests"
+                "router.limits.answer_timeout_s, or an upgrade cuts the longest requests. 900 for both is what "
+                "k8s/ has: lower the one, or raise the other"
             )
         whole = config.engine.kind == "vllm" and config.engine.device == "cuda"
         if not whole and most > 1 and config.placement.max_replicas_per_node != 1:
