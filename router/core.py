@@ -143,7 +143,7 @@ class RouterCore:
         self.log = DecisionLog(_LOG_CAPACITY, time.time)
         self.room = WaitingRoom(config.limits.max_queue, clock)
         self.directory = Directory(
-            self.index, self.ledger, secret, config.heartbeat_timeout_s, self.room.wake, clock
+            self.index, self.ledger, self.recent, secret, config.heartbeat_timeout_s, self.room.wake, clock
         )
         self.caches = CacheDirectory(self.index, secret, lambda: 2 * self.config.heartbeat_timeout_s)
         self.fleet = Fleet[ReplicaEntry](self.ledger, clock)

@@ -20,6 +20,7 @@ from router.event_stream import RECONNECT_FIRST_S, EventStream, Session
 from router.index import PrefixIndex
 from router.ledger import Ledger
 from router.others_load import NO_OTHERS, OthersLoad
+from router.recent import RecentPrefixes
 from workers.messages import ReplicaInfo
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Directory:
         self,
         index: PrefixIndex,
         ledger: Ledger,
+        recent: RecentPrefixes,
         secret: str,
         heartbeat_timeout_s: float,
         on_change: Callable[[], None],
@@ -70,6 +72,7 @@ class Directory:
     ) -> None:
         self._index = index
         self._ledger = ledger
+        self._recent = recent
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on_change = on_change
         self._clock = clock
@@ -160,7 +163,10 @@ class Directory:
         entry.load, entry.others = load, OthersLoad.of(load, own)
         entry.heard_at = self._clock()
         if first:
+            # A new stream, and perhaps a new life of the replica.
+            self._recent.forget(entry.info.id)
             self._settle_when_known()
+        self._recent.reported(entry.info.id)
         # Requests wait for a replica to come, or for one to have fewer of them, be they of other routers.
         if before is None or load.draining:
             self._changed()
@@ -184,6 +190,7 @@ class Directory:
     def _remove(self, replica: str) -> asyncio.Task[None] | None:
         task = self._entries.pop(replica).stream.close()
         self._ledger.forget(replica)
+        self._recent.forget(replica)
         return task
 
     def ask(

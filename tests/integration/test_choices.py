@@ -14,6 +14,7 @@ from router.decision_log import replay
 from router.errors import ApiError
 from router.index import Match, PrefixIndex
 from router.policies import Choice, policy_from
+from router.recent import RecentPrefixes
 from router.remote_choice import RemoteChoices
 from tests.integration.in_process import Cluster, prompt, running, until, words
 
@@ -76,6 +77,7 @@ async def test_who_asks_again_at_once_comes_back_to_a_replica_that_has_not_yet_s
     warm: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefixIndex, "match", lambda self, keys: Match(len(keys), {}))
+    monkeypatch.setattr(RecentPrefixes, "reported", lambda self, replica: None)
     body = prompt(words(2000, "never seen"))
     answers = [await warm.http.post(COMPLETIONS, json=body) for _ in range(5)]
     assert len({answer.headers["x-manta-replica"] for answer in answers}) == 1

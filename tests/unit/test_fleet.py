@@ -22,6 +22,7 @@ from router.ledger import Ledger
 from router.others_load import OthersLoad
 from router.plan import loadable
 from router.prediction import predict
+from router.recent import RecentPrefixes
 from router.speed import Speed
 from tests.unit.policy_kit import chunk_keys
 from workers.messages import ReplicaInfo, Role
@@ -39,7 +40,7 @@ class Clock:
 def entry(
     replica: str, node: str = "node", role: Role = "unified", load: Load | None = REPORT
 ) -> ReplicaEntry:
-    directory = Directory(PrefixIndex(), Ledger(), "secret", 5.0, lambda: None, Clock())
+    directory = Directory(PrefixIndex(), Ledger(), RecentPrefixes(), "secret", 5.0, lambda: None, Clock())
     made = directory._entry(ReplicaInfo(replica, role, node, "127.0.0.1:1", ("toy",)))
     made.load, made.stream.hello = load, Hello(PROTOCOL_VERSION, replica, 1, b"identity" * 4, 256)
     return made
