@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -75,10 +75,14 @@ def test_what_a_killed_router_had_open_leaves_the_replicas_and_the_others_view(
 
     with open_streams(cluster, STREAMS) as broken:
         wait_for("all streams in the reports", lambda: at_replicas() == STREAMS)
-        os.kill(min(cluster.pids("router").values()), signal.SIGKILL)
-        wait_for("streams that broke", lambda: broken)
+        for pid in cluster.pids("router").values():
+            # HAProxy may have given one of them no stream at all.
+            os.kill(pid, signal.SIGKILL)
+            with suppress(AssertionError):
+                wait_for("streams that broke", lambda: broken, 10)
+                break
+        assert broken
         wait_for("no more in the reports than go on", lambda: at_replicas() == STREAMS - len(broken), 10)
-        assert 0 < len(broken) < STREAMS
     wait_for("nothing open", lambda: at_replicas() == 0)
 
 
