@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from random import Random
 from typing import Any, NamedTuple
 
@@ -447,8 +448,16 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 def engine_core(pid: int) -> psutil.Process:
     """The engine's own process, a child of its replica's."""
-    children = psutil.Process(pid).children(recursive=True)
-    return next(child for child in children if "EngineCore" in child.name())
+
+    def find() -> psutil.Process | None:
+        for child in psutil.Process(pid).children(recursive=True):
+            # Others come and go. The kernel keeps fifteen letters of a name.
+            with suppress(psutil.NoSuchProcess):
+                if child.name().startswith("VLLM::EngineCor"):
+                    return child
+        return None
+
+    return wait_for(f"an engine's process below {pid}", find)
 
 
 def alive(process: psutil.Process) -> bool:
