@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
+
+from cache_store.keys import EngineIdentity
 
 
 class TransferConfig(BaseModel):
@@ -53,6 +55,23 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel: int = 1
     latent: bool = False
     """The KV is not split by heads: every rank holds all of it (MLA)."""
+
+    @classmethod
+    def of(cls, identity: EngineIdentity, engine: str, latent: bool = False) -> Self:
+        return cls(
+            model=identity.model,
+            engine=engine,
+            kv_dtype=identity.kv_dtype,
+            layers=identity.layers,
+            kv_heads=identity.kv_heads,
+            head_size=identity.head_size,
+            block_tokens=identity.block_tokens,
+            layout=identity.layout,
+            platform=identity.platform,
+            tensor_parallel=identity.tensor_parallel,
+            pipeline_parallel=identity.pipeline_parallel,
+            latent=latent,
+        )
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__)

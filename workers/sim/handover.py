@@ -54,15 +54,4 @@ def is_there(handover: Handover) -> bool:
 
 
 def sim_transfer(engine: str, identity: EngineIdentity) -> Transfer:
-    layout = KVLayout(
-        model=identity.model,
-        engine="sim",
-        kv_dtype=identity.kv_dtype,
-        layers=identity.layers,
-        kv_heads=identity.kv_heads,
-        head_size=identity.head_size,
-        block_tokens=identity.block_tokens,
-        layout=identity.layout,
-        platform=identity.platform,
-    )
-    return Transfer("sim", engine, layout)
+    return Transfer("sim", engine, KVLayout.of(identity, "sim"))

@@ -54,20 +54,7 @@ def transfer_of(config: Any, identity: EngineIdentity) -> Transfer:
     """What an engine of this VllmConfig says of itself to those that would fetch its KV by NIXL."""
     import vllm
 
-    layout = KVLayout(
-        model=identity.model,
-        engine=f"vllm {vllm.__version__}",
-        kv_dtype=identity.kv_dtype,
-        layers=identity.layers,
-        kv_heads=identity.kv_heads,
-        head_size=identity.head_size,
-        block_tokens=identity.block_tokens,
-        layout=identity.layout,
-        platform=identity.platform,
-        tensor_parallel=identity.tensor_parallel,
-        pipeline_parallel=identity.pipeline_parallel,
-        latent=bool(config.model_config.use_mla),
-    )
+    layout = KVLayout.of(identity, f"vllm {vllm.__version__}", bool(config.model_config.use_mla))
     return Transfer("nixl", config.kv_transfer_config.engine_id, layout)
 
 
